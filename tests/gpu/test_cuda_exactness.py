@@ -7,11 +7,12 @@ from itertools import product
 
 import pytest
 import torch
-from helpers.attention import Inputs, inputs
+from helpers.attention import Inputs, exact, inputs, sink
 from helpers.cuda import both, errors
 from helpers.fa4 import FA4
 
 import quorum_attention as qa
+from quorum_attention import dispatch
 from quorum_attention.kernels import CallShape, get_kernel, why_not
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
@@ -104,3 +105,31 @@ def test_the_number_of_slots_changes_nothing(kernel, accumulator) -> None:
             )
     for other in results[1:]:
         assert torch.equal(results[0], other)
+
+
+def test_an_fp16_backward_is_cached_until_its_gradients_overflow() -> None:
+    n = 4096
+    dispatch._CACHE.clear()
+
+    def gradients(given: Inputs) -> tuple[torch.Tensor, ...]:
+        leaves = [t.cuda().requires_grad_() for t in given.three]
+        out = qa.attention(*leaves, is_causal=True)
+        return torch.autograd.grad(out, leaves, given.grad_out.cuda())
+
+    def cached() -> list[bool]:
+        (request,) = dispatch._CACHE.values()
+        assert request.decisions is not None
+        return [problem is not None for problem in request.decisions.values()]
+
+    usual = inputs(n, heads=8, head_dim=64, dtype=torch.float16)
+    first = gradients(usual)
+    assert cached() == [True, True]  # both passes
+    for again, before in zip(gradients(usual), first, strict=True):
+        torch.testing.assert_close(again, before, atol=1e-3, rtol=1e-2)
+    overflowing = sink(n, 8)
+    wanted = exact(overflowing, is_causal=True, gradients=True).grads
+    assert wanted is not None
+    for _ in range(2):
+        for found, right in zip(gradients(overflowing), wanted, strict=True):
+            torch.testing.assert_close(found.cpu().double(), right, atol=2e-3, rtol=0)
+        assert cached() == [True, False]  # the backward is planned from now on

@@ -97,7 +97,7 @@ class Request:
     dropout: Dropout | None = None
     runner: Runner | None = None
     lse: torch.Tensor | None = None
-    decisions: dict[Hashable, Problem] | None = None
+    decisions: dict[Hashable, Problem | None] | None = None
 
     @property
     def splits_out(self) -> bool:

@@ -43,19 +43,27 @@ def run_cached_call(
     """
     if not request.decisions:
         return None
-    problem = request.decisions.get(_pass_key(request, backward_inputs))
+    key = _pass_key(request, backward_inputs)
+    problem = request.decisions.get(key)
     if problem is None:
         return None
     results = run_single_kernel_call(tensors, request, problem, {}, backward_inputs)
-    return None if results is None else tuple([detach_view(part) for part in results])
+    if results is None:
+        # Later calls are planned from the start: they would likely fail in the same
+        # way, after all of their work.
+        request.decisions[key] = None
+        return None
+    return tuple([detach_view(part) for part in results])
 
 
 def cache_call(
     request: Request, backward_inputs: BackwardInputs | None, decision: Decision
 ) -> None:
-    """Cache a decision for one kernel call, if the request serves later calls too."""
+    """Cache a decision for one kernel call, if the request serves later calls too and
+    none of them had to be planned."""
     if request.decisions is not None and is_single_kernel_call(decision, request):
-        request.decisions[_pass_key(request, backward_inputs)] = decision.problem
+        key = _pass_key(request, backward_inputs)
+        request.decisions.setdefault(key, decision.problem)
 
 
 def run_single_kernel_call(
@@ -187,12 +195,7 @@ def is_single_kernel_call(decision: Decision, request: Request) -> bool:
     if decision.plan is None:
         return True
     problem = decision.problem
-    # Scaled gradients are checked afterwards, and those that overflow are planned.
-    if (
-        len(request.shape.batch_shape) != 1
-        or problem.scaled
-        or not problem.place.same_dtype
-    ):
+    if len(request.shape.batch_shape) != 1 or not problem.place.same_dtype:
         return False
     schedule = decision.plan.schedule
     is_uncut = isinstance(schedule.route, Whole) and schedule.is_all(request.shape)
