@@ -16,7 +16,11 @@ from helpers.processes import run_python
 import quorum_attention as qa
 from quorum_attention import Mask
 from quorum_attention.kernels import Call, CallShape, fa4, get_kernel
-from quorum_attention.kernels.select import LONG_FLOPS, select_kernel
+from quorum_attention.kernels.select import (
+    LONG_BACKWARD_FLOPS,
+    LONG_FLOPS,
+    select_kernel,
+)
 
 __all__ = ["stand_in"]
 CALL = CallShape("cuda", torch.float16, 4, 4, 64, 64, True, True)
@@ -64,6 +68,21 @@ def test_auto_takes_it_for_long_calls_on_hopper(
     short = select_kernel("auto", CALL, CUDA, tried=False, flops=LONG_FLOPS / 2)
     assert (long.name == "fa4") is (major == 9)
     assert short.name != "fa4"
+
+
+def test_auto_takes_it_for_shorter_calls_in_the_backward(
+    installed, monkeypatch
+) -> None:  # type: ignore[no-untyped-def]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+
+    def chosen(flops: float, backward: bool) -> str:
+        return select_kernel(
+            "auto", CALL, CUDA, tried=False, flops=flops, backward=backward
+        ).name
+
+    assert chosen(LONG_BACKWARD_FLOPS, backward=True) == "fa4"
+    assert chosen(LONG_BACKWARD_FLOPS, backward=False) != "fa4"
+    assert chosen(LONG_BACKWARD_FLOPS / 2, backward=True) != "fa4"
 
 
 def test_it_keeps_what_it_compiles_in_a_folder_of_this_users(

@@ -29,6 +29,9 @@ _FEW_PAIRS_WITH_GRADIENT = 1024
 LONG_FLOPS = 1e12
 """Operations of a forward from which on "auto" takes FlashAttention-4: 2 ms of an
 H200."""
+LONG_BACKWARD_FLOPS = 2.5e11
+"""Operations of a forward from which on "auto" takes FlashAttention-4 for the backward:
+there it is faster than others at all lengths, by half a millisecond from here on."""
 
 
 def why_not(
@@ -52,6 +55,7 @@ def select_kernel(
     *,
     tried: bool = True,
     flops: float = 0.0,
+    backward: bool = False,
 ) -> InnerKernel:
     """Return the kernel for a call on ``device``.
 
@@ -64,6 +68,7 @@ def select_kernel(
             without, because it may plan for a device that is not here.
         flops: operations of a forward. FlashAttention-4 takes the host longer to launch
             than others, and is compiled first: "auto" takes it for long calls alone.
+        backward: whether the kernel is for the backward.
 
     Raises:
         NotImplementedError: no kernel, or not the one asked for, can run the call; says
@@ -72,7 +77,8 @@ def select_kernel(
     """
     is_on_gpu = device.type == "cuda"
     is_tested = tried and (not is_on_gpu or torch.cuda.is_available())
-    if is_tested and is_on_gpu and flops >= LONG_FLOPS:
+    is_long = _is_long(flops, backward=backward)
+    if is_tested and is_on_gpu and is_long:
         warm_up()
 
     def reason_against(kernel: Kernel) -> str | None:
@@ -86,9 +92,13 @@ def select_kernel(
                 f"kernel {kernel.name!r} cannot run this call: {reason}"
             )
         return _unrounded_if_wide(kernel, shape)
-    is_long = flops >= LONG_FLOPS and _is_hopper(device)
-    kernel = _first_able(shape, device, is_long, reason_against)
+    kernel = _first_able(shape, device, is_long and _is_hopper(device), reason_against)
     return _unrounded_if_wide(kernel, shape)
+
+
+def _is_long(flops: float, *, backward: bool) -> bool:
+    """Tell whether a pass is so long that FlashAttention-4 saves more than it costs."""
+    return flops >= (LONG_BACKWARD_FLOPS if backward else LONG_FLOPS)
 
 
 def _unrounded_if_wide(kernel: Kernel, shape: CallShape) -> Kernel:
@@ -184,7 +194,7 @@ def unrounded_kernel(
     if requested != "auto" or not is_wider or device.type != "cuda":
         return requested
     names = [_UNROUNDED]
-    if backward and flops >= LONG_FLOPS and _is_hopper(device):
+    if backward and _is_long(flops, backward=True) and _is_hopper(device):
         names.insert(0, _FOR_LONG_CALLS)
     for name in names:
         if why_not(get_kernel(name), shape, device) is None:

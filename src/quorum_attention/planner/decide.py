@@ -92,7 +92,9 @@ def decide(
         backward=backward,
         flops=flops,
     )
-    kernel = select_kernel(kernel_option, asked_shape, device, flops=flops)
+    kernel = select_kernel(
+        kernel_option, asked_shape, device, flops=flops, backward=backward
+    )
     if backward:
         is_wider = result_dtype.itemsize > shape.dtype.itemsize
         kernel = (kernel.as_unrounded() if is_wider else None) or kernel

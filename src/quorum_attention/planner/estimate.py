@@ -164,7 +164,12 @@ def plan(
     )
     asked_shape = replace(shape, needs_grad=backward)
     preferred = select_kernel(
-        kernel, asked_shape, where, tried=False, flops=forward_flops(shape)
+        kernel,
+        asked_shape,
+        where,
+        tried=False,
+        flops=forward_flops(shape),
+        backward=backward,
     )
     other_kernels = rivals(preferred, asked_shape, where) if kernel == "auto" else ()
     chosen_kernel, chosen_plan = choose_plan(
