@@ -9,9 +9,11 @@ from __future__ import annotations
 import gc
 import mmap
 import os
+import random
 import signal
 import sys
 import threading
+import time
 import types
 import warnings
 from collections.abc import Callable, Iterator
@@ -30,8 +32,10 @@ from quorum_attention import Mask
 from quorum_attention import devices as pools
 from quorum_attention.call.block import CallBlock, WholeCall
 from quorum_attention.decomposition.intervals import Interval
-from quorum_attention.devices import Pool, PoolReport
-from quorum_attention.devices.messages import Compute, WorkerPass
+from quorum_attention.devices import Pool, PoolReport, partition
+from quorum_attention.devices.coordinator import Coordinator
+from quorum_attention.devices.messages import Compute, StoredHeads, WorkerPass
+from quorum_attention.devices.shared_files import alloc_shared
 from quorum_attention.devices.worker_loop import BlockWorker
 from quorum_attention.devices.worker_mappings import WorkerMappings
 from quorum_attention.errors import BudgetError
@@ -232,6 +236,80 @@ def test_a_worker_killed_in_the_middle() -> None:
             assert len({one.device for one in report.forward.ran}) == 3
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("backward", [False, True])
+def test_stored_heads_of_a_lost_worker_are_not_computed_again(
+    backward: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the first note its heads are overwritten, and the worker is killed: nobody
+    writes to these heads again, and all others are right."""
+    monkeypatch.setattr(partition, "_PIECES", 1)
+    # A budget in which the dense kernel has one head at a time; a head takes longer
+    # than notes are apart.
+    options: dict[str, Any] = {"is_causal": True, "budget": "12MiB", "kernel": "dense"}
+    q, k, v, grad_out = (torch.randn(1, 8, 3000, 16) for _ in "qkvg")
+    out, lse = qa.attention_with_lse(q, k, v, is_causal=True)
+    wanted: tuple[torch.Tensor, ...] = (out,)
+    if backward:
+        wanted = qa.attention_backward(grad_out, q, k, v, out, lse, is_causal=True)
+    results = [alloc_shared(tuple(t.shape), t.dtype).fill_(torch.nan) for t in wanted]
+    stored: list[slice] = []
+
+    def kill_at_first_note(self: Coordinator, device: int, answer: Any) -> None:
+        if isinstance(answer, StoredHeads) and not stored:
+            first = self.queue.running[device].block.heads.start
+            stored.append(slice(first, first + answer.count))
+            for result in results:
+                result[:, stored[0]] = 7.0
+            self.workers[device].process.kill()
+        take_answer(self, device, answer)
+
+    take_answer = Coordinator._take_answer
+    monkeypatch.setattr(Coordinator, "_take_answer", kill_at_first_note)
+    report = qa.Report()
+    with Pool(TWO, threads=1) as pool:
+        options |= {"devices": pool, "report": report}
+        if backward:
+            grads: Any = tuple(results)
+            qa.attention_backward(grad_out, q, k, v, out, lse, grads=grads, **options)
+        else:
+            qa.attention(q, k, v, out=results[0], **options)
+    for result, right in zip(results, wanted, strict=True):
+        assert (result[:, stored[0]] == 7.0).all()
+        result[:, stored[0]] = right[:, stored[0]]
+        near([result], [right])
+    pool_pass = report.pool.backward if backward else report.pool.forward
+    assert pool_pass.parts == len(pool_pass.ran) == 2
+    assert "had been stored" in pool_pass.history[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kernel", ["cpu", "dense"])
+def test_workers_killed_at_drawn_moments(
+    kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The memory of results holds those of other inputs, which no row may keep."""
+    draw = random.Random(torch.initial_seed())
+    monkeypatch.setattr(partition, "_PIECES", 1)
+    options = {"is_causal": True, "budget": "14MiB", "kernel": kernel}
+    with Pool(TWO, threads=1) as pool:
+        for _ in range(4):
+            tensors = [torch.randn(1, h, 2000, 16) for h in (8, 4, 4)]
+            wanted = gradients(None, tensors, is_causal=True)
+            began = time.perf_counter()
+            near(gradients(pool, tensors, **options), wanted)
+            seconds = time.perf_counter() - began
+            tensors = [t.flip(2) for t in tensors]
+            wanted = gradients(None, tensors, is_causal=True)
+            process = draw.choice(pool.workers).process
+            timer = threading.Timer(draw.uniform(0.0, seconds), process.kill)
+            timer.start()
+            near(gradients(pool, tensors, **options), wanted)
+            timer.join()
+            process.join()
+            pool.restart_lost()
+
+
 @pytest.mark.parametrize(
     ("devices", "said"),
     [
@@ -383,6 +461,6 @@ def test_memory_that_runs_out_beside_the_call_gives_the_part_back_too(
     block = CallBlock(Interval(0, 1), Interval(0, 1), Interval(2, 6), Interval(0, 6))
     tensors: Any = {"query": None}
     spec = WorkerPass(1, True, WholeCall(shape_of((1,), 2, 2, 6, 6)), tensors=tensors)
-    said = BlockWorker(HOST, Scarce()).answer(Compute(spec, block))
+    said = BlockWorker(HOST, Scarce(), print).answer(Compute(spec, block))
     assert said.is_out_of_memory
     assert not said.is_broken

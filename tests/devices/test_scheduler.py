@@ -20,8 +20,14 @@ import torch
 from helpers.plans import shape_of
 
 from quorum_attention.call.block import CallBlock, WholeCall
+from quorum_attention.decomposition.intervals import Interval
 from quorum_attention.devices.coordinator import Coordinator
-from quorum_attention.devices.messages import Answer, Compute, WorkerPass
+from quorum_attention.devices.messages import (
+    Answer,
+    Compute,
+    StoredHeads,
+    WorkerPass,
+)
 from quorum_attention.devices.partition import is_whole, pairs, partition
 from quorum_attention.devices.report import PoolPass
 from quorum_attention.devices.simulation import simulate
@@ -116,15 +122,15 @@ class Told:
 
 
 def coordinator(
-    workers: list[Worker], sums: Told
+    workers: list[Worker], sums: Told, pieces: int = 10
 ) -> tuple[Coordinator, PoolPass, list[CallBlock]]:
     report = PoolPass()
     for at, one in enumerate(workers):
         one.device = f"device {at}"
     speeds = dict.fromkeys(range(len(workers)), 1e15)
     schedule, homes = (
-        BlockQueue(CALL.shape, speeds, 10),
-        partition(CALL.shape, [1.0] * len(workers), 10),
+        BlockQueue(CALL.shape, speeds, pieces),
+        partition(CALL.shape, [1.0] * len(workers), pieces),
     )
     spec, budgets, more = WorkerPass(7, False, CALL), [None] * len(workers), sums
     made = Coordinator(workers, spec, schedule, budgets, report, more)  # type: ignore[arg-type]
@@ -153,6 +159,77 @@ def test_whoever_fails_the_others_finish(seed: int) -> None:
     draw.shuffle(behaviours)
     report = run(*behaviours)
     assert len(report.history) <= 2 * len(lost)
+
+
+def lost_after(n_heads: int, number: int = 7) -> Behaviour:
+    """A worker that says how many heads of its block are stored, and ends."""
+    return lambda message, count: [StoredHeads(number, n_heads), None]
+
+
+def heads_done(*behaviours: Behaviour) -> tuple[list[tuple[int, int]], PoolPass]:
+    """The heads that were done by workers with four heads each, and the report. Those
+    that begin later get the blocks of lost ones."""
+    workers, ended = [worker(b) for b in behaviours], list[CallBlock]()
+    made, report, _ = coordinator(workers, Told(ended.append), pieces=1)
+    try:
+        made.run()
+    finally:
+        for each in workers:
+            each.pipe.close()
+    return sorted((b.heads.start, b.heads.stop) for b in ended), report
+
+
+def test_heads_that_a_lost_worker_has_stored_are_not_computed_again() -> None:
+    done, report = heads_done(lost_after(3), well)
+    assert done == [(3, 4), (4, 8)]
+    assert len(report.ran) == report.parts == 2
+    (line,) = report.history
+    assert line.endswith(
+        "its worker has ended; 3 key/value heads of part 0 had been stored"
+    )
+
+
+def test_heads_are_left_out_that_several_workers_have_stored() -> None:
+    """The second worker has the rest of the first one's block, and is lost with it."""
+
+    def second(message: Compute, count: int) -> Any:
+        return lost_after(2)(message, count) if count == 2 else well(message, count)
+
+    workers, ended = [worker(b) for b in (lost_after(1), second)], list[CallBlock]()
+    made, _, _ = coordinator(workers, Told(ended.append), pieces=1)
+    with pytest.raises(
+        RuntimeError, match="2 key/value heads of part 0 had been stored"
+    ):
+        made.run()
+    (rest,) = made.queue._waiting[0]
+    assert rest.block.heads == (3, 4)
+    assert rest.pairs == pairs(CALL.shape, rest.block)
+    assert [b.heads for b in ended] == [(4, 8)]
+
+
+def test_memory_that_runs_out_leaves_stored_heads_too() -> None:
+    def behave(message: Compute, count: int) -> Any:
+        return [StoredHeads(7, 2), failing(1, True)(message, count)]
+
+    assert heads_done(behave, well)[0] == [(2, 4), (4, 8)]
+
+
+def test_a_note_of_an_earlier_pass_says_nothing_of_this_one() -> None:
+    assert heads_done(lost_after(3, number=6), well)[0] == [(0, 4), (4, 8)]
+
+
+def test_query_heads_are_left_out_with_their_key_value_head() -> None:
+    shape = shape_of((2,), 12, 4, 256, 256)
+    queue = BlockQueue(shape, {0: 1.0}, 1)
+    first = queue.take(0, 0.0)
+    assert first is not None
+    queue.note_stored(0, 3)
+    queue.put_back(0)
+    rest = queue.take(0, 0.0)
+    assert rest is not None
+    assert rest.number == first.number
+    assert rest.block == first.block._replace(heads=Interval(9, 12))
+    assert rest.n_stored == 0
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,11 @@ class FakeStream:
         self.issued += 1
         self.now += seconds
 
+    @property
+    def n_done(self) -> int:
+        """Pieces of work that are done."""
+        return self.issued - len(self._waiting)
+
     def reach(self, position: int) -> None:
         while self.issued - len(self._waiting) < position:
             self._waiting.popleft()()
@@ -73,6 +78,10 @@ class FakeEvent:
     def synchronize(self) -> None:
         if self.stream is not None:
             self.stream.reach(self.position)
+
+    def query(self) -> bool:
+        """Whether it has happened."""
+        return self.stream is None or self.stream.n_done >= self.position
 
 
 class FakeDevice(Backend):

@@ -19,6 +19,7 @@ from quorum_attention.call.request import Request, request_of
 from quorum_attention.call.validation import Tensors
 from quorum_attention.decomposition.intervals import Interval
 from quorum_attention.execution.head_groups import batch_index
+from quorum_attention.execution.job import OnStored
 from quorum_attention.kernels.call_shape import CallShape
 from quorum_attention.kernels.dropout import Dropout
 from quorum_attention.kernels.masked.mask_numbers import with_offsets
@@ -288,6 +289,8 @@ class BlockResults:
         grads: of query, key and value; None: they are made.
         grad_mask: a tensor, or whether the gradient of the bias is wanted.
         grad_sinks: whether the gradient of the sinks is wanted.
+        on_stored: called with head groups whose results are in ``out`` and ``lse``, or
+            in ``grads``, as soon as that is known; None: nobody asks.
     """
 
     out: torch.Tensor | None = None
@@ -296,6 +299,7 @@ class BlockResults:
     grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
     grad_mask: torch.Tensor | bool = False
     grad_sinks: bool = False
+    on_stored: OnStored | None = None
 
 
 def request_of_block(
@@ -344,6 +348,7 @@ def request_of_block(
         dropout=dropout,
         mask_grad=call.mask_grad or request.mask_grad,
         lse=results.lse,
+        on_stored=results.on_stored,
     )
     if not is_backward:
         return tensors, request, None

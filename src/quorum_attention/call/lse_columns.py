@@ -148,7 +148,9 @@ def with_columns(
         grads=_wider_grads(backward_inputs.grads, wide),
     )
     tensors = tensors._replace(query=query, key=key, value=value)
-    return tensors, replace(request, shape=wide), backward_inputs
+    # The results are cut to their widths after the pass.
+    request = replace(request, shape=wide, on_stored=None)
+    return tensors, request, backward_inputs
 
 
 def _wider_grads(grads: Three | None, shape: CallShape) -> Three | None:

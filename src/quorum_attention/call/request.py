@@ -22,6 +22,7 @@ from quorum_attention.call.transformations import (
 )
 from quorum_attention.call.validation import Tensors, check_plan, check_tensors
 from quorum_attention.execution.bias import bias_shape
+from quorum_attention.execution.job import OnStored
 from quorum_attention.execution.problem import Problem
 from quorum_attention.execution.report import Report
 from quorum_attention.kernels.call_shape import BiasShape, CallShape, scale_is_exact
@@ -78,6 +79,8 @@ class Request:
         runner: runs the passes on several devices; None: ``options.device`` does.
         lse: a tensor for the log-sum-exp, (*batch, heads, n_queries) in the state's
             dtype, in memory that the budget does not count; None: it is made.
+        on_stored: called with head groups whose results are in the given tensors
+            (``PassJob``); None: nobody asks.
         decisions: of a request that serves later calls too (``dispatch``), those of its
             passes that are one kernel call; None: it serves one call.
     """
@@ -97,6 +100,7 @@ class Request:
     dropout: Dropout | None = None
     runner: Runner | None = None
     lse: torch.Tensor | None = None
+    on_stored: OnStored | None = None
     decisions: dict[Hashable, Problem | None] | None = None
 
     @property

@@ -7,7 +7,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from quorum_attention.devices.messages import Answer, Compute, WorkerPass
+from quorum_attention.devices.messages import (
+    Answer,
+    Compute,
+    StoredHeads,
+    WorkerPass,
+)
 from quorum_attention.devices.report import PartTiming, PoolPass
 from quorum_attention.devices.shared_files import handle_of
 from quorum_attention.devices.sums import GradientSums
@@ -26,7 +31,8 @@ class Coordinator:
     """Runs one pass; it computes nothing itself.
 
     A worker that ends or runs out of memory at every depth leaves the pass. Its work
-    item goes back, and others compute it.
+    item goes back, without the heads that the worker has said are stored, and others
+    compute it.
 
     Attributes:
         workers: all workers of the pool.
@@ -128,12 +134,14 @@ class Coordinator:
             with self._keeping_error():
                 self._take_answer(device, answer)
 
-    def _take_answer(self, device: int, answer: Answer | None) -> None:
-        """Take the answer of a worker; None if it has ended."""
+    def _take_answer(self, device: int, answer: Answer | StoredHeads | None) -> None:
+        """Take the answer of a worker, or its note; None if it has ended."""
         if answer is None:
             self._lose_worker(device, _WORKER_ENDED)
         elif answer.number != self.worker_pass.number:
             pass  # of an earlier pass, of which a second interrupt has left a worker
+        elif isinstance(answer, StoredHeads):
+            self.queue.note_stored(device, answer.count)
         elif answer.error is None:
             self._finish_item(device, answer.report)
         elif answer.is_broken:
@@ -173,7 +181,11 @@ class Coordinator:
         self._remove(device, why)
 
     def _remove(self, device: int, why: str) -> None:
-        """Let a device leave the pass; its work item goes back."""
+        """Let a device leave the pass; what is left of its work item goes back."""
+        item = self.queue.running.get(device)
+        if item is not None and item.n_stored:
+            heads = counted(item.n_stored, "key/value head")
+            why += f"; {heads} of part {item.number} had been stored"
         self.queue.remove(device)
         self.report.history.append(f"{self.report.devices[device]}: {why}")
 

@@ -56,6 +56,20 @@ class Compute:
 
 
 @dataclass(frozen=True, slots=True)
+class StoredHeads:
+    """A worker's note on the block that it computes: some of the results are in place,
+    whatever becomes of the worker.
+
+    Attributes:
+        number: the number of the pass.
+        count: how many of the block's key/value heads, from its first one on.
+    """
+
+    number: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
 class Answer:
     """A worker's answer: the block was computed and its results are in place, or it was
     not.

@@ -31,7 +31,8 @@ _TILE = 128
 # has fewer than this: the gradients of their keys and values have to be added up.
 _PIECES = 10
 _FEW_HEADS = 4
-# No work item takes much longer: a device that is lost loses all of its work item.
+# No work item takes much longer. A device that is lost loses all heads of its work item
+# that nobody knows to be stored.
 _LONGEST_SECONDS = 2.0
 
 

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from quorum_attention.call.block import CallBlock
+from quorum_attention.decomposition.intervals import Interval
 from quorum_attention.devices.partition import pairs, partition
 from quorum_attention.kernels.call_shape import CallShape
 
@@ -28,6 +29,8 @@ class WorkItem(NamedTuple):
         block: the block.
         pairs: its query-key pairs.
         start: when a device took it.
+        n_stored: of how many of its key/value heads, from the first one on, the results
+            are known to be in place.
     """
 
     number: int
@@ -35,6 +38,7 @@ class WorkItem(NamedTuple):
     block: CallBlock
     pairs: int
     start: float = 0.0
+    n_stored: int = 0
 
 
 class BlockQueue:
@@ -57,6 +61,7 @@ class BlockQueue:
         self.count = 0
         self.devices = set(speeds)
         self.running: dict[int, WorkItem] = {}
+        self._shape = shape
         self._speeds = speeds
         self._waiting: dict[int, list[WorkItem]] = {}  # by owner
         shares = partition(shape, list(speeds.values()), pieces)
@@ -109,11 +114,28 @@ class BlockQueue:
         """Return the query-key pairs of the items of a device that wait."""
         return sum(item.pairs for item in self._waiting[owner])
 
+    def note_stored(self, device: int, n_heads: int) -> None:
+        """Note that the results of the first key/value heads of a device's work item
+        are in place."""
+        self.running[device] = self.running[device]._replace(n_stored=n_heads)
+
     def put_back(self, device: int) -> None:
-        """Let other devices take the work item of a device."""
+        """Let other devices take what is left of the work item of a device."""
         item = self.running.pop(device, None)
         if item is not None:
-            self._waiting[item.owner].insert(0, item)
+            self._waiting[item.owner].insert(0, self._rest_of(item))
+
+    def _rest_of(self, item: WorkItem) -> WorkItem:
+        """Return a work item without the heads whose results are in place."""
+        heads = item.block.heads
+        n_query_heads = item.n_stored * self._shape.queries_per_key_head
+        rest = Interval(heads.start + n_query_heads, heads.stop)
+        block = item.block._replace(heads=rest)
+        return item._replace(
+            block=block,
+            pairs=pairs(self._shape, block),
+            n_stored=0,
+        )
 
     def remove(self, device: int) -> None:
         """Let other devices take all work of a device, which takes part no more."""

@@ -6,6 +6,7 @@ import errno
 import pickle
 import signal
 import traceback
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from multiprocessing.connection import Connection
@@ -14,6 +15,7 @@ import torch
 
 from quorum_attention.call.block import BlockResults, CallBlock, WholeCall
 from quorum_attention.call.options import CallOptions
+from quorum_attention.devices.head_notes import HeadNotes
 from quorum_attention.devices.mask_transport import unpickle_mask
 from quorum_attention.devices.messages import (
     GRADIENTS,
@@ -21,6 +23,7 @@ from quorum_attention.devices.messages import (
     RESULTS,
     Answer,
     Compute,
+    StoredHeads,
     WorkerPass,
 )
 from quorum_attention.devices.prefault import prefaulting
@@ -28,6 +31,7 @@ from quorum_attention.devices.worker_mappings import WorkerMappings
 from quorum_attention.errors import BudgetError, is_out_of_memory
 from quorum_attention.execution.device.host_memory import bytes_of_host, is_locked
 from quorum_attention.execution.device.lookup import backend_of
+from quorum_attention.execution.job import OnStored
 from quorum_attention.execution.report import Report
 from quorum_attention.kernels.tensors import NamedTensors
 from quorum_attention.mask import Mask
@@ -72,7 +76,7 @@ def _answer_messages(device: torch.device, pipe: Connection) -> None:
     backend = backend_of(device)
     locker = None if backend.pinned is None else backend.pinned.locker
     mappings = WorkerMappings(locker, bytes_of_host(_MAX_LOCKED_SHARE))
-    worker = BlockWorker(device, mappings)
+    worker = BlockWorker(device, mappings, pipe.send)
     idle_seconds = 0.0
     while True:
         if pipe.poll(_IDLE_SECONDS):
@@ -93,10 +97,17 @@ class BlockWorker:
     Args:
         device: where it computes.
         mappings: the memory of the pool's process that this process has mapped.
+        send: sends the pool a note.
     """
 
-    def __init__(self, device: torch.device, mappings: WorkerMappings) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        mappings: WorkerMappings,
+        send: Callable[[StoredHeads], None],
+    ) -> None:
         self._device = device
+        self._send = send
         self._backend = backend_of(device)
         self._mappings = mappings
         self._pass: _OpenPass | None = None
@@ -112,7 +123,7 @@ class BlockWorker:
         try:
             open_pass = self._open_pass(message.worker_pass)
             try:
-                open_pass.compute(message, report)
+                open_pass.compute(message, report, self._send)
             finally:  # a failed block too: another worker may compute it next
                 self._backend.synchronize(self._device)
         except Exception as error:
@@ -171,9 +182,18 @@ class _OpenPass:
             return self.worker_pass.call
         return replace(self.worker_pass.call, mask=mask)
 
-    def compute(self, message: Compute, report: Report) -> None:
+    def compute(
+        self,
+        message: Compute,
+        report: Report,
+        send: Callable[[StoredHeads], None],
+    ) -> None:
         """Compute a block into the results of the pass, and into the sums of the
-        message."""
+        message.
+
+        Args:
+            send: gets notes of heads whose results are in place.
+        """
         options = self.worker_pass.options._replace(
             devices=self._device, budget=message.budget, total=report, report=report
         )
@@ -184,9 +204,15 @@ class _OpenPass:
             if name not in message.sums
         }
         views = self._call.cut_named(tensors, message.block)
+        on_stored = None
+        # The pool adds sums up when all of the block's are there.
+        if not message.sums:
+            n_heads = self._call.key_heads(message.block).length
+            notes = HeadNotes(self.worker_pass.number, n_heads, send)
+            on_stored = notes.add
         with prefaulting(self._untouched_results(views)):
             if not self.worker_pass.backward:
-                self._compute_forward(message.block, views, options)
+                self._compute_forward(message.block, views, options, on_stored)
                 return
             sums = {name: handle.open() for name, handle in message.sums.items()}
             self._compute_backward(
@@ -194,6 +220,7 @@ class _OpenPass:
                 views,
                 views | sums,
                 options,
+                on_stored,
             )
 
     def _untouched_results(self, views: NamedTensors) -> list[torch.Tensor]:
@@ -210,13 +237,16 @@ class _OpenPass:
         ]
 
     def _compute_forward(
-        self, block: CallBlock, views: NamedTensors, options: CallOptions
+        self,
+        block: CallBlock,
+        views: NamedTensors,
+        options: CallOptions,
+        on_stored: OnStored | None,
     ) -> None:
         """Compute out and lse into ``views``."""
         inputs = {name: views[name] for name in INPUTS}
-        results = BlockResults(out=views["out"])
-        _, lse = compute_block(self._call, block, inputs, options, results)
-        views["lse"].copy_(lse)
+        results = BlockResults(views["out"], views["lse"], on_stored=on_stored)
+        compute_block(self._call, block, inputs, options, results)
 
     def _compute_backward(
         self,
@@ -224,6 +254,7 @@ class _OpenPass:
         views: NamedTensors,
         targets: NamedTensors,
         options: CallOptions,
+        on_stored: OnStored | None,
     ) -> None:
         """Compute gradients into ``targets``."""
         inputs = {name: view for name, view in views.items() if name not in GRADIENTS}
@@ -235,7 +266,9 @@ class _OpenPass:
             computed = torch.empty_like(grad_query, dtype=grad_key.dtype)
         grad_bias = targets.get("grad_bias", False)
         results = BlockResults(
-            grads=(computed, grad_key, grad_value), grad_mask=grad_bias
+            grads=(computed, grad_key, grad_value),
+            grad_mask=grad_bias,
+            on_stored=on_stored,
         )
         compute_block(self._call, block, inputs, options, results)
         if computed is not grad_query:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch.multiprocessing
 
-from quorum_attention.devices.messages import Answer
+from quorum_attention.devices.messages import Answer, StoredHeads
 from quorum_attention.devices.worker_loop import run_worker
 
 # A worker has to be ready by then: it imports torch and opens its device.
@@ -52,10 +52,10 @@ class Worker:
             return False
         return True
 
-    def receive(self) -> Answer | None:
-        """Return the worker's next answer; None if it is gone."""
+    def receive(self) -> Answer | StoredHeads | None:
+        """Return the worker's next answer or note; None if it is gone."""
         try:
-            answer: Answer = self.pipe.recv()
+            answer: Answer | StoredHeads = self.pipe.recv()
         except Exception:  # the worker is gone, or sends what cannot be read
             return None
         return answer
@@ -134,9 +134,11 @@ def end_workers(workers: Sequence[Worker]) -> None:
         worker.kill()
 
 
-def next_answers(workers: Mapping[int, Worker]) -> Iterator[tuple[int, Answer | None]]:
-    """Wait until any worker answers, and yield the answers there are, by the workers'
-    numbers.
+def next_answers(
+    workers: Mapping[int, Worker],
+) -> Iterator[tuple[int, Answer | StoredHeads | None]]:
+    """Wait until any worker answers, and yield the answers and notes there are, by the
+    workers' numbers.
 
     None stands for the answer of a worker that is gone.
     """

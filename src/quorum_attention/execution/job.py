@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -11,6 +12,7 @@ from quorum_attention.decomposition import Rectangle, Task
 from quorum_attention.execution.bias import BiasView, no_bias
 from quorum_attention.execution.device.allocate import empty_result
 from quorum_attention.execution.device.clock import Clock
+from quorum_attention.execution.device.mover import Mover
 from quorum_attention.execution.device.streams import KernelStreams
 from quorum_attention.execution.head_groups import Axis, Group, group_part
 from quorum_attention.execution.kernel_layout import as_kernel_readable
@@ -25,6 +27,8 @@ from quorum_attention.kernels.task_tensors import Bias, TaskTensors
 from quorum_attention.kernels.tensors import NamedTensors
 
 Progress = Callable[[int, int, str], None]
+OnStored = Callable[[Group], None]
+"""Called with each head group whose results are in their place, where that is known."""
 
 _NOTHING_MEASURED = Clock()
 
@@ -47,6 +51,8 @@ class PassJob:
             it was not.
         report: filled while it runs; None for a call that has no plan.
         progress: called with units done, units in all, and the pass's name.
+        on_stored: called with head groups whose results are in place; None: nobody
+            asks, or the results of the job are not those of the call.
         clock: measures the stages of the present attempt.
         streams: streams for several kernel calls at once; None: calls follow one
             another.
@@ -63,6 +69,7 @@ class PassJob:
     divisor: torch.Tensor | None = None
     report: PassReport | None = None
     progress: Progress | None = None
+    on_stored: OnStored | None = None
     clock: Clock = _NOTHING_MEASURED
     streams: KernelStreams | None = None
 
@@ -264,3 +271,8 @@ class PassJob:
         """Report progress, in units."""
         if self.progress is not None:
             self.progress(done, total, self.spec.name)
+
+    def report_stored(self, group: Group, mover: Mover) -> None:
+        """Report that a head group is done, once ``mover`` has stored its results."""
+        if self.on_stored is not None:
+            mover.when_stored(partial(self.on_stored, group))

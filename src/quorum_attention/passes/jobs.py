@@ -54,6 +54,9 @@ def job_of(
         request.dropout,
         dict(results or {}),
     )
+    if len(job.results) == len(problem.spec.states):
+        # Other results come to their place after the pass.
+        job.on_stored = request.on_stored
     if backward_inputs is not None:
         upstream, job.divisor = rescale_upstream(
             backward_inputs.grad_out, problem, device

@@ -98,6 +98,11 @@ class CudaMover(Mover):
         super().finish(wait=wait)
         if wait and self._staging is not None:
             self._staging.finish()
+            self._notify(wait=True)
+
+    def _has_unwritten(self) -> bool:
+        """See ``Mover._has_unwritten``."""
+        return self._staging is not None and self._staging.has_unwritten
 
     def release(self, tensors: Iterable[torch.Tensor]) -> None:
         """See ``Mover.release``; they are unlocked when the copies have been made."""

@@ -9,6 +9,7 @@ one another: its streams have nothing to wait for.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -36,6 +37,10 @@ class ImmediateStream:
 
     def synchronize(self) -> None:
         """Hold the host until all work is done, or the event has happened."""
+
+    def query(self) -> bool:
+        """Return whether all work is done, or the event has happened."""
+        return True
 
 
 class Mover:
@@ -71,6 +76,9 @@ class Mover:
         self._computed = [event() for _ in range(n_slots)]
         self._stored = [event() for _ in range(n_slots)]
         self._handed_on = [event() for _ in range(n_slots)]
+        self._event = event
+        # Calls that wait for stores, in order: the event after the stores, the call.
+        self._notices: deque[tuple[Any, Callable[[], None]]] = deque()
 
     def on(self, stream: Any) -> AbstractContextManager[Any]:
         """A context in which what is launched goes to ``stream``."""
@@ -206,7 +214,37 @@ class Mover:
         self.compute.wait_stream(self.up)
         self.compute.wait_stream(self.down)
         if wait:
+            self._notify(wait=True)
             self.compute.synchronize()
+
+    def when_stored(self, notify: Callable[[], None]) -> None:
+        """Call ``notify`` once the results of all store stages so far are in their
+        place: now, at a later call of this, or in ``finish``.
+
+        A copy that was issued has not been made yet, and may wait in a buffer after it
+        was made. A host that runs ahead of the device comes to know of copies in
+        ``finish``, where it waits for one after the other.
+        """
+        stored = self._event()
+        stored.record(self.down)
+        self._notices.append((stored, notify))
+        self._notify(wait=False)
+
+    def _notify(self, *, wait: bool) -> None:
+        """Make the calls whose stores have been made; with ``wait`` hold the host until
+        they have."""
+        while self._notices:
+            stored, notify = self._notices[0]
+            if wait:
+                stored.synchronize()
+            if not stored.query() or self._has_unwritten():
+                return
+            self._notices.popleft()
+            notify()
+
+    def _has_unwritten(self) -> bool:
+        """Whether any result has left the device and is not in its place yet."""
+        return False
 
 
 def rows_in_slot(slot: torch.Tensor, piece: Rows) -> torch.Tensor:

@@ -228,6 +228,11 @@ class Staging:
         buffer.record(stream)
         self._last_used = None
 
+    @property
+    def has_unwritten(self) -> bool:
+        """Whether anything that was noted is still to be written."""
+        return any(buffer.writes for buffer in self._down_ring)
+
     def finish(self) -> None:
         """Write all that is left, after the last stage."""
         for buffer in self._down_oldest_first():

@@ -80,6 +80,9 @@ class InPlace(Route):
             n_tasks = self.compute(job, schedule, group)
             n_done += n_tasks
             job.report_progress(n_done, n_all_tasks)
+            # A device with memory of its own may still be computing it.
+            if job.on_stored is not None and not job.problem.backend.own_memory:
+                job.on_stored(group)
             yield n_tasks
 
 

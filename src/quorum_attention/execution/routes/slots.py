@@ -163,6 +163,8 @@ class Slots(Route):
             units = _units(job, rows, controller)
             for unit in engine.run(units):
                 controller.done(unit.group, unit.visit.task.path)
+                if unit.group not in controller.begun:
+                    job.report_stored(unit.group, rows.mover)
                 n_done += 1
                 job.report_progress(n_done, n_units)
                 yield 1

@@ -256,6 +256,9 @@ class Streaming(Route):
                         job.count_repeat()
                     yield from self._units_of(group, job.shape, blocks, chunks)
             job.report_progress(n_done, n_groups)
+            # The engine asks for no unit before the stores of all earlier ones are
+            # given.
+            job.report_stored(group, blocks.mover)
 
     def _units_of(
         self, group: Group, shape: CallShape, blocks: SlotRows, chunks: SlotRows
