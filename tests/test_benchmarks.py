@@ -48,6 +48,7 @@ FIGURES = pictures.figures()
             "--tokens=600",
             "--rounds=2",
             "--budgets=1GiB",
+            "--kill",
         ],
         [
             "ranks",
@@ -88,6 +89,8 @@ def test_a_case_writes_raw_figures(arguments: list[str], tmp_path: Path) -> None
         assert all(row["prefill_seconds"] > 0 for row in rows.values())
     elif case == "devices":
         assert len(rows["2 devices, 1GiB"]["all"]) == 2
+        killed = rows["2 devices, 1GiB, a worker killed"]
+        assert len(killed["over_ideal"]) == len(killed["moments"]) > 1
     else:
         assert all(s > 0 for s in rows["2 ranks, 8192-a-gpu"]["ours"])
 

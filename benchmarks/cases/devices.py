@@ -1,18 +1,20 @@
 """One call on several devices of a machine, against one of them with the same kernel.
 
 Causal calls from host memory, forward and backward, under budgets of each device; the
-first of --rounds is not counted. On CPUs: --devices cpu,cpu --tokens 3000.
+first two of --rounds are not counted (of two or three, the first). On CPUs: --devices
+cpu,cpu --tokens 3000.
 """
 
 from __future__ import annotations
 
 import argparse
+import statistics
 import threading
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
-from measure import medians, timed
+from measure import locked_calls, medians, timed
 
 import quorum_attention as qa
 from quorum_attention.devices import Pool
@@ -22,6 +24,11 @@ HEAD_DIM = 64
 # Rows of a result that are compared, about.
 SAMPLED_ROWS = 4096
 MAX_DIFFERENCE = 1e-2
+# When a worker is killed, as shares of the time of an undisturbed forward. At a half of
+# it the second of four heads ends: just before the kill, or just after it.
+MOMENTS = (0.2, 0.4, 0.6, 0.8)
+# Calls after which the memory of a worker that has just started is page-locked.
+LOCKING_CALLS = 2
 
 
 class Passes(NamedTuple):
@@ -61,30 +68,46 @@ def measure_round(
         lambda: qa.attention_with_lse(*inputs, **options)
     )
     backward_seconds, grads = timed(run_backward)
-    n_tokens = grad_out.shape[2]
-    step = max(1, n_tokens // SAMPLED_ROWS)
-    results = (out, *grads)
-    samples = [result[:, :, ::step].double() for result in results]
+    samples = [sample_rows(result) for result in (out, *grads)]
     return (forward_seconds, backward_seconds), samples
 
 
+def sample_rows(result: torch.Tensor) -> torch.Tensor:
+    step = max(1, result.shape[2] // SAMPLED_ROWS)
+    return result[:, :, ::step].double()
+
+
 def killed_over_ideal(
-    pool: Pool, tensors: list[torch.Tensor], undisturbed: float, **options: Any
+    pool: Pool,
+    tensors: list[torch.Tensor],
+    expected: torch.Tensor,
+    undisturbed: float,
+    moment: float,
+    **options: Any,
 ) -> float:
-    """Seconds of a forward whose last worker is killed in the middle, over what is
-    ideal: then the other workers do all that was left.
+    """Seconds of a forward whose last worker is killed, over what is ideal: then the
+    other workers do all that was left. A new worker takes the place of the lost one.
 
     Args:
+        expected: sampled rows of the output.
         undisturbed: seconds of a forward in which no worker is killed.
+        moment: when the worker is killed, as a share of ``undisturbed``.
     """
-    half = undisturbed / 2
-    last_process = pool.workers[-1].process
-    threading.Timer(half, last_process.kill).start()
     inputs = tensors[:3]
-    seconds, _ = timed(lambda: qa.attention(*inputs, devices=pool, **options))
+    for _ in range(LOCKING_CALLS):
+        # The next call gets the memory of this output: other numbers than its own are
+        # there.
+        qa.attention(*inputs, scale=1.0, devices=pool, **options)
+    seconds_before = moment * undisturbed
+    last_process = pool.workers[-1].process
+    threading.Timer(seconds_before, last_process.kill).start()
+    seconds, out = timed(lambda: qa.attention(*inputs, devices=pool, **options))
+    difference = largest_difference([sample_rows(out)], [expected])
+    assert difference < MAX_DIFFERENCE, "a result is wrong after a worker was lost"
     n_workers = len(pool.workers)
     pool.restart_lost()
-    ideal_seconds = half + half * n_workers / (n_workers - 1)
+    seconds_left = undisturbed - seconds_before
+    ideal_seconds = seconds_before + seconds_left * n_workers / (n_workers - 1)
     return seconds / ideal_seconds
 
 
@@ -106,11 +129,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=int, default=1 << 20)
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument(
-        "--rounds", type=int, default=4, help="calls of each, the first included"
+        "--rounds", type=int, default=4, help="calls of each, the first ones included"
     )
     parser.add_argument("--kernel", default="auto")
     parser.add_argument(
-        "--kill", action="store_true", help="a worker, in the middle of a forward"
+        "--kill",
+        action="store_true",
+        help="a worker, at several moments of a forward, each in a call of its own",
     )
 
 
@@ -152,13 +177,21 @@ def measure_budget(
     assert difference < MAX_DIFFERENCE, "a result is wrong"
     row = f"{len(pool.devices)} device{'s'[: len(pool.devices) - 1]}, {budget}"
     rows: dict[str, Any] = {row: {"one": single.seconds, "all": several.seconds}}
-    several_medians = medians(several.seconds[1:])
+    several_medians = medians(locked_calls(several.seconds))
     if options.kill:
-        ratio = killed_over_ideal(pool, tensors, several_medians[0], **call)
-        rows[f"{row}, a worker killed"] = {"over_ideal": ratio}
-        print(f"{row}: a worker killed in the middle: {ratio:.3f} of ideal", flush=True)
+        ratios = []
+        for moment in MOMENTS:
+            ratio = killed_over_ideal(
+                pool, tensors, several.samples[0], several_medians[0], moment, **call
+            )
+            ratios.append(ratio)
+        rows[f"{row}, a worker killed"] = {"over_ideal": ratios, "moments": MOMENTS}
+        words = "; ".join(f"{ratio:.3f}" for ratio in ratios)
+        middle = statistics.median(ratios)
+        print(f"{row}: a worker killed: {words}, median {middle:.3f}", flush=True)
+    single_medians = medians(locked_calls(single.seconds))
     forward, backward = (
-        a / b for a, b in zip(medians(single.seconds[1:]), several_medians, strict=True)
+        a / b for a, b in zip(single_medians, several_medians, strict=True)
     )
     print(
         f"{row}: {forward:.3f}; {backward:.3f} times one, difference {difference:.1e}",
