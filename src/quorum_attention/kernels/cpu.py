@@ -11,6 +11,7 @@ import torch
 
 from quorum_attention.arithmetic import ceil_div, round_up
 from quorum_attention.kernels.call_shape import DTYPES, CallShape, Extent
+from quorum_attention.kernels.grouped_heads import group_rows
 from quorum_attention.kernels.merge import MERGE_WORKSPACE_BYTES
 from quorum_attention.kernels.odd_rows import mend_odd_rows_, mending_bytes
 from quorum_attention.kernels.operator_call import Call, OutLse, Saved, Three
@@ -43,6 +44,14 @@ _TRIAL_BYTES = 6 << 20
 # The share of the threads that should be busy in a backward.
 _BUSY_THREADS = 0.9
 _FP32_BYTES = 4
+# The operator takes grouped heads from this version on.
+_TAKES_GROUPS = torch.__version__ >= "2.9"
+# The operator adds the gradients of keys up in the inputs' dtype, one addition for each
+# tile of at least this many queries.
+_SUMMED_QUERIES = 32
+# With more additions the operator's sum over a group is less exact than a sum over the
+# sums of its heads.
+_MOST_SUMMED_ROWS = 16 * _SUMMED_QUERIES
 _WITH_DROPOUT = TiledKernel()
 
 
@@ -55,6 +64,7 @@ class CpuKernel(RectangleKernel):
     wide_masks = True
     thread_per_head = True
     regroups = True
+    most_group_rows = _SUMMED_QUERIES
 
     def refusal(self, shape: CallShape) -> str | None:
         """Return why this kernel cannot run such a call, in words for the user, or
@@ -103,6 +113,22 @@ class CpuKernel(RectangleKernel):
         if call.dropout is not None:
             return _WITH_DROPOUT.whole_backward(call, saved)
         return super().whole_backward(call, saved)
+
+    def takes_heads_of(self, call: Call, *, backward: bool) -> bool:
+        """See ``RectangleKernel.takes_heads_of``.
+
+        A forward without a causal mask is faster where the operator reads a key once
+        for all rows of a group. A backward of 16 bits is more exact where gradients are
+        not summed by the operator.
+        """
+        if super().takes_heads_of(call, backward=backward):
+            return True
+        if not _TAKES_GROUPS or call.bias is not None:
+            return False
+        if not backward:
+            return call.is_causal
+        is_16_bits = call.query.dtype.itemsize == 2
+        return not is_16_bits and group_rows(call) <= _MOST_SUMMED_ROWS
 
     def rectangle_forward(self, call: Call) -> OutLse:
         """See ``RectangleKernel.rectangle_forward``."""

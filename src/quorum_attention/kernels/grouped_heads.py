@@ -2,11 +2,12 @@
 expanded keys.
 
 In a forward without a causal mask, the query heads that share a key/value head become
-further rows of one head. Otherwise each key/value head becomes a batch entry: the query
-heads of its group are the entry's heads, and all of them read its keys through a stride
-of 0. Where (batch, key heads) cannot become one dimension without a copy (a mask of
-each entry for all heads), batch entries run one after the other, or key heads if these
-are fewer.
+further rows of one head. So they do in a backward with few rows of 16 bits: the
+operator then sums the gradients of a key in one product, and rounds the sum once.
+Otherwise each key/value head becomes a batch entry: the query heads of its group are
+the entry's heads, and all of them read its keys through a stride of 0. Where (batch,
+key heads) cannot become one dimension without a copy (a mask of each entry for all
+heads), batch entries run one after the other, or key heads if these are fewer.
 """
 
 from __future__ import annotations
@@ -38,7 +39,10 @@ def grouped_forward(run: Callable[[Call], OutLse], call: Call) -> OutLse:
 
 
 def grouped_backward(
-    run: Callable[[Call, Saved], Three], call: Call, saved: Saved
+    run: Callable[[Call, Saved], Three],
+    call: Call,
+    saved: Saved,
+    most_rows: int = 0,
 ) -> Three:
     """Return the gradients of query, key and value of a call with fewer key heads than
     query heads.
@@ -48,22 +52,37 @@ def grouped_backward(
 
     Args:
         run: computes the gradients of a call with as many key heads as query heads.
+        most_rows: up to so many query rows of a group, of 16 bits, become rows of one
+            head. In fp32 and float64 the products of several rows at a time are less
+            exact than those of single rows.
     """
-    equal_heads = _groups_as_entries(call)
+    equal_heads = None
+    if call.query.dtype.itemsize == 2 and group_rows(call) <= most_rows:
+        equal_heads = _groups_as_rows(call)
     if equal_heads is None:
-        run_part = partial(grouped_backward, run)
+        equal_heads = _groups_as_entries(call)
+    if equal_heads is None:
+        run_part = partial(grouped_backward, run, most_rows=most_rows)
         return backward_by_parts(run_part, call, saved, _limits_of_views(call))
-    lanes = equal_heads.query.shape[:2]
+    rows_shape = equal_heads.query.shape[:3]
 
     def by_group(rows: torch.Tensor) -> torch.Tensor:
-        return rows.reshape(*lanes, *rows.shape[2:])
+        return rows.reshape(*rows_shape, *rows.shape[3:])
 
     grad_query, grad_key, grad_value = run(equal_heads, saved.mapped(by_group))
+    grad_query = grad_query.reshape(call.query.shape)
+    if grad_key.shape == call.key.shape:
+        return grad_query, grad_key, grad_value
     return (
-        grad_query.reshape(call.query.shape),
+        grad_query,
         grad_key.sum(1, keepdim=True).view(call.key.shape),
         grad_value.sum(1, keepdim=True).view(call.value.shape),
     )
+
+
+def group_rows(call: Call) -> int:
+    """Return the query rows of all heads that share a key/value head."""
+    return call.query.shape[1] // call.key.shape[1] * call.query.shape[2]
 
 
 def _groups_as_rows(call: Call) -> Call | None:

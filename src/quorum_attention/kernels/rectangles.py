@@ -73,6 +73,8 @@ class RectangleKernel(CallsKernel):
             of two (``operator_inputs.with_positive_scale``).
         regroups: whole calls have fewer key heads than query heads although the
             operator does not take them (``grouped_heads``).
+        most_group_rows: up to so many query rows of a group are the rows of one head in
+            the backward of a whole call with 16-bit inputs (``grouped_heads``).
         reversed_order: causal rectangles are upper triangles: they are run with the
             orders of queries and of keys reversed.
     """
@@ -89,6 +91,7 @@ class RectangleKernel(CallsKernel):
     row_unit: int = 1
     splits_fp32_scale: bool = False
     regroups: bool = False
+    most_group_rows: int = 0
     reversed_order: bool = False
 
     # --- What a subclass implements ---------------------------------------------------
@@ -159,7 +162,7 @@ class RectangleKernel(CallsKernel):
 
         A call beyond the operator's limits is cut into parts.
         """
-        if self._has_other_groups(call):
+        if not self.takes_heads_of(call, backward=False):
             return grouped_forward(self.whole_forward, call)
         return forward_by_parts(self._single_forward, call, self.forward_limits)
 
@@ -197,15 +200,17 @@ class RectangleKernel(CallsKernel):
 
         A call beyond the operator's limits is cut into parts.
         """
-        if self._has_other_groups(call):
-            return grouped_backward(self.whole_backward, call, saved)
+        if not self.takes_heads_of(call, backward=True):
+            most_rows = self.most_group_rows
+            return grouped_backward(self.whole_backward, call, saved, most_rows)
         return backward_by_parts(
             self._single_backward, call, saved, self.backward_limits
         )
 
-    def _has_other_groups(self, call: Call) -> bool:
-        """Whether a call has grouped heads that the operator does not take."""
-        return self.regroups and call.query.shape[1] != call.key.shape[1]
+    def takes_heads_of(self, call: Call, *, backward: bool) -> bool:
+        """Whether the operator is given the heads of a whole call as they are: as many
+        key heads as query heads, or grouped heads that it takes."""
+        return not self.regroups or call.query.shape[1] == call.key.shape[1]
 
     def _single_backward(self, call: Call, saved: Saved) -> Three:
         scaled_call, query_factor = with_positive_scale(call, self.splits_fp32_scale)
