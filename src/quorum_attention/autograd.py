@@ -171,7 +171,7 @@ class Attention(torch.autograd.Function):
         """Do as torch's method, which first inspects the signature of ``forward``: 0.1
         ms."""
         if has_transforms():
-            return super().apply(*args)  # type: ignore[no-untyped-call]
+            return _apply_transformed(cls, *args)
         return super(torch.autograd.Function, cls).apply(*args)  # type: ignore[misc]
 
     @staticmethod
@@ -199,7 +199,6 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     @uncompiled
-    @restores_grad_and_autocast
     def backward(ctx: Any, *upstream: torch.Tensor | None) -> Any:
         """Compute the gradients that are needed."""
         needed = ctx.needs_input_grad
@@ -249,6 +248,12 @@ class Attention(torch.autograd.Function):
         return stacked, out_dims
 
 
+@restores_grad_and_autocast
+def _apply_transformed(function: type[Attention], *args: Any) -> Any:
+    """Apply a function under transformations of torch.func."""
+    return super(Attention, function).apply(*args)  # type: ignore[no-untyped-call]
+
+
 def grad_or_zeros(out: torch.Tensor, grad_out: torch.Tensor | None) -> torch.Tensor:
     """Return the gradient of the output, zeros where there is none."""
     if grad_out is not None:
@@ -281,7 +286,6 @@ def refuse_forward_mode() -> None:
     raise NotImplementedError(_REFUSED.format("forward-mode"))
 
 
-@restores_grad_and_autocast
 def attend(tensors: Tensors, request: Request, out: torch.Tensor | None) -> OutLse:
     """Compute (out, lse) of a checked call, under autograd if it is recorded.
 

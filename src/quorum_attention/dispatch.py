@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from quorum_attention.autograd import attend
-from quorum_attention.call.options import Arguments, names_several
+from quorum_attention.call.options import DEFAULT_OPTIONS, Arguments, names_several
 from quorum_attention.call.request import Request, request_of
 from quorum_attention.call.settings import current_settings, with_current_settings
 from quorum_attention.call.validation import Tensors
@@ -43,6 +43,7 @@ from quorum_attention.kernels.torch_private import (
 )
 from quorum_attention.mask import Mask
 from quorum_attention.operator import as_operator
+from quorum_attention.passes.one_call import run_cached_call
 from quorum_attention.planner.calibration import rates_known
 
 # By names of this file: to look them up in torch would take longer than the shortest
@@ -88,10 +89,15 @@ def _uncompiled_results(
             arguments = _with_mask_tensor(query, key, arguments)
         call_key = cache_key(query, key, value, arguments)
     request = None if call_key is None else _CACHE.get(call_key)
-    if request is not None:  # the call has no ``out``
+    if request is not None:  # the call has four dimensions, and no ``out``
         attn_mask = arguments.attn_mask
         bias = attn_mask if isinstance(attn_mask, torch.Tensor) else None
-        return attend(Tensors(query, key, value, bias), request, None)
+        tensors = Tensors(query, key, value, bias)
+        results = None if request.records else run_cached_call(tensors, request)
+        if results is None:
+            return attend(tensors, request, None)
+        out, lse = results
+        return out, lse
     if is_traced(query, key, value):
         results = as_operator(query, key, value, arguments)
         if results is not None:
@@ -197,7 +203,7 @@ def cache_key(
         backend,
         compute_device,
         _is_deterministic(),
-        registrations(),
+        registrations(compute_device),
         rates_known(),
     )
 
@@ -219,7 +225,7 @@ def _is_cacheable(arguments: Arguments) -> bool:
         return False
     if arguments.out is not None or arguments.out_dtype is not None:
         return False
-    if arguments.dropout_seed is not None or not arguments.options.is_default:
+    if arguments.dropout_seed is not None or arguments.options is not DEFAULT_OPTIONS:
         return False
     if type(arguments.is_causal) is not bool or type(arguments.enable_gqa) is not bool:
         return False

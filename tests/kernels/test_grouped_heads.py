@@ -127,4 +127,4 @@ def test_an_older_operator_gets_no_grouped_heads(
     for backward in (False, True):
         for causal in (False, True):
             call = Call(query, key, value, causal)
-            assert not kernel.takes_heads_of(call, backward=backward)
+            assert not kernel.takes_groups(call, backward=backward)

@@ -192,13 +192,14 @@ def test_a_kernel_asked_for_is_not_replaced() -> None:
 def test_replaced_flash_operators_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch can put another library behind its flash operators, with other bounds."""
     flash, half = get_kernel("flash"), call("cuda", torch.float16)
-    before = registrations()
+    gpu = torch.device("cuda", 0)
+    before = registrations(gpu)
     assert flash.refusal(half) is None
     monkeypatch.setattr(
         torch.nn.attention, "current_flash_attention_impl", lambda: "FA4", raising=False
     )
     assert "replaced by FA4" in str(flash.refusal(half))
-    assert registrations() != before
+    assert registrations(gpu) != before
 
 
 # --- A soft cap ----------------------------------------------------------------------------------

@@ -80,7 +80,7 @@ class CallOptions(NamedTuple):
 
         They are compared by identity: ``==`` of a caller's object may do anything.
         """
-        return all(map(is_, self, _DEFAULTS))
+        return all(map(is_, self, DEFAULT_OPTIONS))
 
     @property
     def reports_with_totals(self) -> tuple[Report, ...]:
@@ -91,7 +91,7 @@ class CallOptions(NamedTuple):
         return tuple([report for report in reports if report is not None])
 
 
-_DEFAULTS = CallOptions()
+DEFAULT_OPTIONS = CallOptions()
 _KEYWORDS = CallKeywords.__optional_keys__
 
 
@@ -102,12 +102,13 @@ def call_options(function: Callable[..., Any], keywords: CallKeywords) -> CallOp
         TypeError: an option does not exist; names the one that was probably meant.
     """
     if not keywords:
-        return _DEFAULTS
+        return DEFAULT_OPTIONS
     for name in keywords:
         if name not in _KEYWORDS:
             names = [*names_of(function), *sorted(_KEYWORDS)]
             raise unknown_option(function.__name__, name, names)
-    return CallOptions(**keywords)
+    options = CallOptions(**keywords)
+    return DEFAULT_OPTIONS if options.is_default else options
 
 
 class Arguments(NamedTuple):
@@ -124,7 +125,7 @@ class Arguments(NamedTuple):
     enable_gqa: bool = False
     out: torch.Tensor | None = None
     out_dtype: torch.dtype | None = None
-    options: CallOptions = _DEFAULTS
+    options: CallOptions = DEFAULT_OPTIONS
 
 
 def names_several(devices: Any) -> bool:

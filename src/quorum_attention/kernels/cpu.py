@@ -114,15 +114,13 @@ class CpuKernel(RectangleKernel):
             return _WITH_DROPOUT.whole_backward(call, saved)
         return super().whole_backward(call, saved)
 
-    def takes_heads_of(self, call: Call, *, backward: bool) -> bool:
-        """See ``RectangleKernel.takes_heads_of``.
+    def takes_groups(self, call: Call, *, backward: bool) -> bool:
+        """See ``RectangleKernel.takes_groups``.
 
         A forward without a causal mask is faster where the operator reads a key once
         for all rows of a group. A backward of 16 bits is more exact where gradients are
         not summed by the operator.
         """
-        if super().takes_heads_of(call, backward=backward):
-            return True
         if not _TAKES_GROUPS or call.bias is not None:
             return False
         if not backward:

@@ -8,7 +8,6 @@ from operator import itemgetter
 import torch
 
 from quorum_attention.kernels.limits import (
-    UNLIMITED,
     CallLimits,
     CallPart,
     CallSizes,
@@ -66,10 +65,7 @@ def backward_by_parts(
 
 
 def _parts_within(limits: CallLimits, call: Call) -> tuple[CallPart, ...]:
-    """Return the parts of a call that an operator can take; none where it has no
-    limits."""
-    if limits is UNLIMITED:
-        return ()
+    """Return the parts of a call that an operator can take."""
     return call_parts(limits, call_sizes(call.query, call.value))
 
 

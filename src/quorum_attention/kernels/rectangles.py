@@ -162,8 +162,11 @@ class RectangleKernel(CallsKernel):
 
         A call beyond the operator's limits is cut into parts.
         """
-        if not self.takes_heads_of(call, backward=False):
+        has_groups = call.query.shape[1] != call.key.shape[1]
+        if has_groups and not self.takes_groups(call, backward=False):
             return grouped_forward(self.whole_forward, call)
+        if self.forward_limits is UNLIMITED:
+            return self._single_forward(call)
         return forward_by_parts(self._single_forward, call, self.forward_limits)
 
     def _single_forward(self, call: Call) -> OutLse:
@@ -200,17 +203,20 @@ class RectangleKernel(CallsKernel):
 
         A call beyond the operator's limits is cut into parts.
         """
-        if not self.takes_heads_of(call, backward=True):
+        has_groups = call.query.shape[1] != call.key.shape[1]
+        if has_groups and not self.takes_groups(call, backward=True):
             most_rows = self.most_group_rows
             return grouped_backward(self.whole_backward, call, saved, most_rows)
+        if self.backward_limits is UNLIMITED:
+            return self._single_backward(call, saved)
         return backward_by_parts(
             self._single_backward, call, saved, self.backward_limits
         )
 
-    def takes_heads_of(self, call: Call, *, backward: bool) -> bool:
-        """Whether the operator is given the heads of a whole call as they are: as many
-        key heads as query heads, or grouped heads that it takes."""
-        return not self.regroups or call.query.shape[1] == call.key.shape[1]
+    def takes_groups(self, call: Call, *, backward: bool) -> bool:
+        """Whether the operator is given the grouped heads of a whole call as they
+        are."""
+        return not self.regroups
 
     def _single_backward(self, call: Call, saved: Saved) -> Three:
         scaled_call, query_factor = with_positive_scale(call, self.splits_fp32_scale)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from quorum_attention.argument_checks import shown
 from quorum_attention.kernels.cpu import CpuKernel
 from quorum_attention.kernels.cudnn import CudnnKernel
@@ -16,6 +18,7 @@ from quorum_attention.kernels.unfused import UnfusedKernel
 
 _KERNELS: dict[str, Kernel] = {}
 _n_registrations = 0
+_HOST = torch.device("cpu")
 
 REFERENCE = "dense"
 """The name of the kernel that others are compared with. It comes after all others."""
@@ -50,10 +53,11 @@ def register_kernel(kernel: Kernel) -> None:
     _KERNELS[kernel.name] = kernel
 
 
-def registrations() -> tuple[object, ...]:
+def registrations(device: torch.device) -> tuple[object, ...]:
     """Return a key that changes whenever a kernel is registered, or torch's operators
-    are replaced."""
-    return _n_registrations, flash_implementation()
+    for a GPU are replaced and ``device`` is one."""
+    replacement = None if device == _HOST else flash_implementation()
+    return _n_registrations, replacement
 
 
 def _check(kernel: object) -> None:

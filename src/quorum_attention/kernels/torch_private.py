@@ -44,6 +44,15 @@ _Result = TypeVar("_Result")
 _autograd: Any = torch._C._autograd
 _functorch: Any = torch._C._functorch
 _modes_before_dispatch = mode_stack_state_for_pre_dispatch()
+# By names of this file: to look them up in torch takes short calls longer than to call
+# them.
+_is_grad_enabled = torch.is_grad_enabled
+_has_torch_function = torch.overrides.has_torch_function_variadic
+_is_any_autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
+_n_levels: Callable[[], int] = _functorch.get_dynamic_layer_stack_depth
+_n_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+_is_included: Callable[[Any], bool] = torch._C._dispatch_tls_is_dispatch_key_included
+_PRE_DISPATCH = torch._C.DispatchKey.PreDispatch
 # torch's own classes of tensors: one of another class may stand for others.
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 has_transforms = torch._C._are_functorch_transforms_active
@@ -86,7 +95,7 @@ def no_torch_modes() -> Iterator[None]:
 
 def has_modes() -> bool:
     """Whether a dispatch mode is active, also one that traces before dispatch."""
-    return bool(torch._C._len_torch_dispatch_stack() or _modes_before_dispatch.count())
+    return bool(_n_modes()) or _is_included(_PRE_DISPATCH)
 
 
 def has_global_hooks() -> bool:
@@ -119,10 +128,10 @@ class GradAndAutocast(NamedTuple):
     @classmethod
     def now(cls) -> GradAndAutocast:
         """Return a snapshot of this thread."""
-        if not torch._C._is_any_autocast_enabled():
-            return cls(torch.is_grad_enabled(), ())
-        devices = tuple(filter(torch.is_autocast_enabled, _AUTOCAST_DEVICES))
-        return cls(torch.is_grad_enabled(), devices)
+        devices: tuple[str, ...] = ()
+        if _is_any_autocast_enabled():
+            devices = tuple(filter(torch.is_autocast_enabled, _AUTOCAST_DEVICES))
+        return cls(_is_grad_enabled(), devices)
 
     def restore(self) -> None:
         """Bring this thread back to the snapshot."""
@@ -145,7 +154,7 @@ def restores_grad_and_autocast(
     @wraps(function)
     def call(*args: _Params.args, **named: _Params.kwargs) -> _Result:
         before = GradAndAutocast.now()
-        n_levels = _functorch.get_dynamic_layer_stack_depth()
+        n_levels = _n_levels()
         n_modes = _len_torch_function_stack()
         try:
             return function(*args, **named)
@@ -194,7 +203,7 @@ def end_contexts(error: BaseException | None) -> None:
 
 def _close_levels(n_levels: int, n_modes: int) -> None:
     """Close levels of torch.vmap and function modes beyond so many."""
-    if _functorch.get_dynamic_layer_stack_depth() > n_levels:
+    if _n_levels() > n_levels:
         _functorch.pop_dynamic_layer_stack_and_undo_to_depth(n_levels)
     while _len_torch_function_stack() > n_modes:
         _pop_mode()
@@ -231,9 +240,12 @@ _NOTHING_TO_DO = nullcontext()
 def no_grad_no_autocast() -> AbstractContextManager[object]:
     """Turn gradients off, and autocast, so that kernels compute in the dtypes of their
     inputs."""
-    if torch.is_grad_enabled() or torch._C._is_any_autocast_enabled():
-        return _NoGradNoAutocast()
-    return _NOTHING_TO_DO
+    return _NOTHING_TO_DO if is_without_grad_and_autocast() else _NoGradNoAutocast()
+
+
+def is_without_grad_and_autocast() -> bool:
+    """Whether gradients are off, and autocast, already."""
+    return not (_is_grad_enabled() or _is_any_autocast_enabled())
 
 
 def has_no_numbers(*tensors: object) -> bool:
@@ -291,9 +303,9 @@ def add_flop_formulas(formulas: dict[Any, Callable[..., int]]) -> None:
 def has_own_torch_function(*inputs: object) -> bool:
     """Whether an input's class takes part in functions of torch by
     ``__torch_function__``, and is not within it already."""
-    classes = [type(tensor) for tensor in inputs if type(tensor) not in PLAIN]
-    if not classes or not torch._C._is_torch_function_enabled():
+    if not _has_torch_function(*inputs) or not torch._C._is_torch_function_enabled():
         return False
+    classes = [type(tensor) for tensor in inputs if type(tensor) not in PLAIN]
     disabled = torch._C._disabled_torch_function_impl
     functions = [getattr(cls, "__torch_function__", disabled) for cls in classes]
     return any(function is not disabled for function in functions)

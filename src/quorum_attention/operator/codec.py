@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from quorum_attention.call.options import CallOptions
+from quorum_attention.call.options import DEFAULT_OPTIONS, CallOptions
 from quorum_attention.mask import FIELDS, Mask
 
 # Fields of a Mask that are encoded; its bias and its sinks are arguments of their own.
@@ -44,7 +44,7 @@ def decode_call(
 ) -> tuple[CallOptions, Mask | None]:
     """Return the options and the mask that were encoded."""
     if not text:
-        return CallOptions(), None
+        return DEFAULT_OPTIONS, None
     *options, mask = _decode(_parse(text), numbers, tensors)
     return CallOptions(*options), mask
 

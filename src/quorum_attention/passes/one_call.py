@@ -7,7 +7,8 @@ than short calls do.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any
 
 import torch
 
@@ -24,13 +25,19 @@ from quorum_attention.execution.routes.whole import (
 )
 from quorum_attention.kernels.operator_call import Call
 from quorum_attention.kernels.registry import registrations
-from quorum_attention.kernels.torch_private import no_grad_no_autocast
+from quorum_attention.kernels.torch_private import (
+    is_without_grad_and_autocast,
+    no_grad_no_autocast,
+    restores_grad_and_autocast,
+)
 from quorum_attention.passes.jobs import detach_view, job_of
 from quorum_attention.passes.mask_grad import allocate_mask_grad
 from quorum_attention.planner.decide import Decision
 
 # Most bytes of a mask's gradient before it is summed.
 _MOST_BYTES = 1 << 30
+
+_Results = tuple[torch.Tensor, ...] | None
 
 
 def run_cached_call(
@@ -44,16 +51,17 @@ def run_cached_call(
     if not request.decisions:
         return None
     key = _pass_key(request, backward_inputs)
-    problem = request.decisions.get(key)
-    if problem is None:
+    cached = request.decisions.get(key)
+    if cached is None:
         return None
-    results = run_single_kernel_call(tensors, request, problem, {}, backward_inputs)
+    problem, compute = cached
+    results = _run_on_device(compute, tensors, request, problem, {}, backward_inputs)
     if results is None:
         # Later calls are planned from the start: they would likely fail in the same
         # way, after all of their work.
         request.decisions[key] = None
         return None
-    return tuple([detach_view(part) for part in results])
+    return tuple(map(detach_view, results))
 
 
 def cache_call(
@@ -62,8 +70,10 @@ def cache_call(
     """Cache a decision for one kernel call, if the request serves later calls too and
     none of them had to be planned."""
     if request.decisions is not None and is_single_kernel_call(decision, request):
+        problem = decision.problem
+        compute = _compute_of(request, problem, {}, backward_inputs)
         key = _pass_key(request, backward_inputs)
-        request.decisions.setdefault(key, decision.problem)
+        request.decisions.setdefault(key, (problem, compute))
 
 
 def run_single_kernel_call(
@@ -84,22 +94,72 @@ def run_single_kernel_call(
         The results, the gradient of the mask after the others; None if the pass has to
         be planned, because memory ran out, or gradients in 16 bits are not finite.
     """
-    device = request.options.device
+    compute = _compute_of(request, problem, results, backward_inputs)
+    return _run_on_device(compute, tensors, request, problem, results, backward_inputs)
+
+
+def _compute_of(
+    request: Request,
+    problem: Problem,
+    results: Mapping[str, torch.Tensor],
+    backward_inputs: BackwardInputs | None,
+) -> Callable[..., _Results]:
+    """Return what computes a pass that is one kernel call."""
+    if not results and _is_plain(request, problem, backward_inputs):
+        return _run_plain_call
+    return _run_job
+
+
+def _run_on_device(
+    compute: Callable[..., _Results],
+    tensors: Tensors,
+    request: Request,
+    problem: Problem,
+    results: Mapping[str, torch.Tensor],
+    backward_inputs: BackwardInputs | None,
+) -> _Results:
+    """Run a pass by ``compute``; None if memory ran out."""
     backend = problem.backend
+    inputs = (tensors, request, problem, results, backward_inputs)
     try:
-        with backend.current(device), no_grad_no_autocast():
-            if not results and _is_plain(request, problem, backward_inputs):
-                return _run_plain_call(tensors, request, problem, backward_inputs)
-            job = job_of(tensors, request, problem, results, backward_inputs)
-            if backward_inputs is None or backward_inputs.grad_mask is False:
-                return single_kernel_call(job)
-            (grad_mask,) = allocate_mask_grad(tensors, backward_inputs)
-            return (*single_call_with_bias_gradient(job, grad_mask), grad_mask)
+        # To enter contexts that do nothing takes short calls of a CPU microseconds.
+        if is_without_grad_and_autocast() and not backend.own_memory:
+            return compute(*inputs)
+        return _run_in_contexts(compute, *inputs)
     except Exception as error:
         if not is_out_of_memory(error):
             raise
     backend.give_back_cached()
     return None
+
+
+@restores_grad_and_autocast
+def _run_in_contexts(
+    compute: Callable[..., _Results],
+    tensors: Tensors,
+    request: Request,
+    problem: Problem,
+    *inputs: Any,
+) -> _Results:
+    """Run a pass by ``compute`` on its device, without gradients and autocast."""
+    current = problem.backend.current(request.options.device)
+    with current, no_grad_no_autocast():
+        return compute(tensors, request, problem, *inputs)
+
+
+def _run_job(
+    tensors: Tensors,
+    request: Request,
+    problem: Problem,
+    results: Mapping[str, torch.Tensor],
+    backward_inputs: BackwardInputs | None,
+) -> _Results:
+    """Compute the results of a pass that is one kernel call."""
+    job = job_of(tensors, request, problem, results, backward_inputs)
+    if backward_inputs is None or backward_inputs.grad_mask is False:
+        return single_kernel_call(job)
+    (grad_mask,) = allocate_mask_grad(tensors, backward_inputs)
+    return (*single_call_with_bias_gradient(job, grad_mask), grad_mask)
 
 
 def _is_plain(
@@ -123,9 +183,11 @@ def _run_plain_call(
     tensors: Tensors,
     request: Request,
     problem: Problem,
+    results: Mapping[str, torch.Tensor],
     backward_inputs: BackwardInputs | None,
 ) -> tuple[torch.Tensor, ...]:
-    """Compute the results of a pass that is one kernel call and needs no job."""
+    """Compute the results of a pass that is one kernel call and needs no job; there are
+    no preallocated results."""
     query, key, value = tensors[:3]
     call = Call(query, key, value, request.shape.is_causal, request.scale)
     if backward_inputs is None:
@@ -158,7 +220,7 @@ def _pass_key(request: Request, backward_inputs: BackwardInputs | None) -> Hasha
         request.shape.columns,
         wants_mask_grad,
         deterministic,
-        registrations(),
+        registrations(request.options.device),
         torch.get_num_threads(),
     )
 

@@ -18,6 +18,7 @@ from quorum_attention.kernels.operator_call import OutLse
 from quorum_attention.kernels.protocol import check_mask_gradient
 from quorum_attention.kernels.result_layout import empty_like_input
 from quorum_attention.kernels.sinks import sinks_gradient
+from quorum_attention.kernels.torch_private import restores_grad_and_autocast
 from quorum_attention.passes.decisions import MASK_GRAD, decide_backward, decide_forward
 from quorum_attention.passes.mask_grad import (
     allocate_mask_grad,
@@ -41,6 +42,12 @@ def run_forward(tensors: Tensors, request: Request) -> OutLse:
     if results is not None:
         out, lse = results
         return out, lse
+    return _run_uncached_forward(tensors, request)
+
+
+@restores_grad_and_autocast
+def _run_uncached_forward(tensors: Tensors, request: Request) -> OutLse:
+    """Compute (out, lse) as ``run_forward`` does, by a plan if one is needed."""
     request = request.reserving(request.cast_bytes, _CASTS)
     if request.decisions is not None:
         # Calls that share a request may differ in how many keys they have
@@ -101,6 +108,14 @@ def run_backward(
         results = run_cached_call(tensors, request, backward_inputs)
         if results is not None:
             return results
+    return _run_uncached_backward(tensors, request, backward_inputs)
+
+
+@restores_grad_and_autocast
+def _run_uncached_backward(
+    tensors: Tensors, request: Request, backward_inputs: BackwardInputs
+) -> tuple[torch.Tensor, ...]:
+    """Compute the gradients as ``run_backward`` does, by a plan if one is needed."""
     request = _reserving_for_backward(tensors, request, backward_inputs)
     grads = _compute_gradients(tensors, request, backward_inputs)
     if not backward_inputs.grad_sinks:
