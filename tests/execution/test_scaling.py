@@ -12,6 +12,7 @@ from helpers.passes import both_passes, pass_of
 from helpers.plans import unpinned
 
 import quorum_attention as qa
+from quorum_attention.execution.scaling import all_finite
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 N = 300
@@ -182,3 +183,16 @@ def test_small_rows_beside_large_ones_keep_their_digits(
     wanted = exact(made, is_causal=True, gradients=True).grads[2][..., 1:, :]
     off = (found[..., 1:, :].double() - wanted).abs().max()
     assert off <= 2e-3 * wanted.abs().max()
+
+
+@pytest.mark.parametrize("bad", [None, torch.inf, -torch.inf, torch.nan])
+def test_gradients_whose_sum_exceeds_fp16_are_finite_if_all_are(
+    bad: float | None,
+) -> None:
+    """Gradients that are not finite are computed anew, scaled, which takes several times
+    as long; that is for numbers, not for their sum."""
+    gradients = [torch.full((1, 2, 300, 8), size).half() for size in (6e4, -6e4, 1.0)]
+    assert not gradients[0].sum().isfinite()
+    if bad is not None:
+        gradients[1][0, 1, 7, 3] = bad
+    assert all_finite(gradients) is (bad is None)

@@ -22,6 +22,7 @@ from quorum_attention.execution.routes.whole import (
     saved_of,
     single_call_with_bias_gradient,
     single_kernel_call,
+    usable_gradients,
 )
 from quorum_attention.kernels.operator_call import Call
 from quorum_attention.kernels.registry import registrations
@@ -176,7 +177,7 @@ def _is_plain(
         return False
     if backward_inputs is None:
         return True
-    return problem.place.rescaled_grad_bytes is None and not problem.scaled
+    return problem.place.rescaled_grad_bytes is None
 
 
 def _run_plain_call(
@@ -185,7 +186,7 @@ def _run_plain_call(
     problem: Problem,
     results: Mapping[str, torch.Tensor],
     backward_inputs: BackwardInputs | None,
-) -> tuple[torch.Tensor, ...]:
+) -> _Results:
     """Compute the results of a pass that is one kernel call and needs no job; there are
     no preallocated results."""
     query, key, value = tensors[:3]
@@ -200,8 +201,11 @@ def _run_plain_call(
         backward_inputs.out,
         backward_inputs.lse,
     )
-    grads = problem.kernel.whole_backward(call, saved)
-    return tuple([_rounded(grad, query.dtype) for grad in grads])
+    gradients = problem.kernel.whole_backward(call, saved)
+    usable = usable_gradients(gradients, problem, request.options.device)
+    if usable is None:
+        return None
+    return tuple([_rounded(gradient, query.dtype) for gradient in usable])
 
 
 def _rounded(part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

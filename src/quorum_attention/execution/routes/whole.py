@@ -35,7 +35,7 @@ from quorum_attention.execution.scaling import all_finite
 from quorum_attention.execution.schedule import Schedule
 from quorum_attention.execution.work_counts import WorkCounts
 from quorum_attention.kernels.call_shape import CallShape
-from quorum_attention.kernels.operator_call import Call, Saved
+from quorum_attention.kernels.operator_call import Call, Saved, Three
 from quorum_attention.kernels.sinks import join_sinks_
 from quorum_attention.kernels.tensors import NamedTensors
 from quorum_attention.kernels.torch_private import capturing
@@ -286,14 +286,22 @@ def _call_kernel(
     if job.problem.spec.backward:
         saved = _saved_of(job, inputs)
         gradients = job.problem.kernel.whole_backward(call, saved)
-        if not job.problem.scaled or capturing(job.device):
-            return gradients
-        return gradients if all_finite(gradients) else None
+        return usable_gradients(gradients, job.problem, job.device)
     out, lse = job.problem.kernel.whole_forward(call)
     if job.sinks is not None:
         sinks = job.sinks if group is None else job.sinks[group.query_heads]
         join_sinks_(out, lse, sinks)
     return out, lse
+
+
+def usable_gradients(
+    gradients: Three, problem: Problem, device: torch.device
+) -> Three | None:
+    """Return the gradients of a kernel call; None if they are not finite, and may have
+    to be scaled."""
+    if not problem.scaled or capturing(device) or all_finite(gradients):
+        return gradients
+    return None
 
 
 def _call_of(
