@@ -56,7 +56,14 @@ def run_cached_call(
     if cached is None:
         return None
     problem, compute = cached
-    results = _run_on_device(compute, tensors, request, problem, {}, backward_inputs)
+    results = _run_on_device(
+        compute,
+        tensors,
+        request,
+        problem,
+        {},
+        backward_inputs,
+    )
     if results is None:
         # Later calls are planned from the start: they would likely fail in the same
         # way, after all of their work.
@@ -96,7 +103,14 @@ def run_single_kernel_call(
         be planned, because memory ran out, or gradients in 16 bits are not finite.
     """
     compute = _compute_of(request, problem, results, backward_inputs)
-    return _run_on_device(compute, tensors, request, problem, results, backward_inputs)
+    return _run_on_device(
+        compute,
+        tensors,
+        request,
+        problem,
+        results,
+        backward_inputs,
+    )
 
 
 def _compute_of(
