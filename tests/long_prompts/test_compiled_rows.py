@@ -124,6 +124,18 @@ def test_without_a_compiler_torch_computes(monkeypatch: pytest.MonkeyPatch) -> N
     assert build.function is None
 
 
+@pytest.mark.parametrize("compiler", ["env cc", ""])
+def test_the_compiler_may_have_arguments(
+    compiler: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in CC="ccache gcc": torch computed, as if there was no compiler."""
+    wait_for_build(torch.float32)
+    monkeypatch.setenv("CC", compiler)
+    build = compiled_rows._Build(torch.float32)
+    assert build.is_over.wait(60)
+    assert build.function is not None
+
+
 def test_ctrl_c_does_not_reach_the_compiler(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import ctypes
 import math
 import os
-import shutil
 import subprocess
 import tempfile
 import threading
@@ -82,15 +81,14 @@ def _compiled(dtype_number: int) -> Any:
             been built with other threads than OpenMP's.
         subprocess.SubprocessError: the compiler failed.
     """
-    compiler = shutil.which(os.environ.get("CC", "cc"))
-    if compiler is None:
-        raise FileNotFoundError("there is no C compiler")
+    # CC may be a compiler with arguments: "ccache gcc".
+    compiler = os.environ.get("CC", "").split() or ["cc"]
     with tempfile.TemporaryDirectory(prefix="quorum-attention-") as folder:
         library = Path(folder) / "few_rows.so"
         numbers = (f"-DDTYPE={dtype_number}", f"-DWIDTH={_register_width()}")
         output = ("-o", str(library), str(_SOURCE), "-lm")
         subprocess.run(
-            [compiler, *_FLAGS, *_LIBRARY_FLAGS, *numbers, *output],
+            [*compiler, *_FLAGS, *_LIBRARY_FLAGS, *numbers, *output],
             check=True,
             timeout=_TIMEOUT_SECONDS,
             stdin=subprocess.DEVNULL,
