@@ -15,7 +15,6 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from quorum_attention.arithmetic import round_up
 from quorum_attention.distributed.assignment import Operand, RowSlice
 from quorum_attention.distributed.gathered_rows import (
     GatheredRows,
@@ -23,6 +22,7 @@ from quorum_attention.distributed.gathered_rows import (
     Shards,
     empty_rows,
 )
+from quorum_attention.kernels.carving import bytes_of, views_of
 from quorum_attention.kernels.tensors import NamedTensors
 
 # Tensors of a message begin at multiples of this, so that each can be viewed in any
@@ -50,20 +50,12 @@ class Parcel:
     @property
     def n_bytes(self) -> int:
         """The bytes of a message that the tensors take."""
-        return sum(_padded_bytes(spec) for spec in self.specs.values())
+        return bytes_of(self.specs.values(), _ALIGNMENT)
 
     def views(self, message: torch.Tensor) -> NamedTensors:
         """Return the tensors as views of their bytes of a message."""
-        views: NamedTensors = {}
-        start = 0
-        for name, spec in self.specs.items():
-            stop = start + _padded_bytes(spec)
-            # The padding follows the elements.
-            padded = message[start:stop].view(spec.dtype)
-            elements = padded[: spec.numel()]
-            views[name] = elements.view(spec.shape)
-            start = stop
-        return views
+        views = views_of(message, self.specs.values(), _ALIGNMENT)
+        return dict(zip(self.specs, views, strict=True))
 
     def cut(self) -> NamedTensors:
         """Return the tensors to be sent, views where they are."""
@@ -242,8 +234,3 @@ def _specs_of(
     ``dtype``, if any."""
     n_heads = row_slice.heads.length
     return empty_rows(rows.tensors, n_heads, row_slice.rows.length, dtype, "meta")
-
-
-def _padded_bytes(spec: torch.Tensor) -> int:
-    """Return the bytes that a tensor takes of a message."""
-    return round_up(spec.nbytes, _ALIGNMENT)

@@ -9,22 +9,15 @@ from functools import lru_cache
 
 import torch
 
-from quorum_attention.arithmetic import round_up
 from quorum_attention.execution.head_groups import Axis, GroupSize
 from quorum_attention.execution.pass_spec import PassSpec, RowSpec
 from quorum_attention.kernels.call_shape import CallShape
-
-ALIGNMENT = 256
+from quorum_attention.kernels.carving import aligned, view_at
 
 
 class LayoutError(RuntimeError):
     """A task is larger than a slot: an error in this library, never in the caller's
     code."""
-
-
-def aligned(n_bytes: int) -> int:
-    """``n_bytes`` rounded up to the alignment of a slot's fields."""
-    return round_up(n_bytes, ALIGNMENT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,9 +95,7 @@ class SlotLayout:
         n_bytes = math.prod(sizes) * field.dtype.itemsize
         if n_bytes > field.n_bytes:
             raise LayoutError(f"field {name!r} has {field.n_bytes} bytes of {n_bytes}")
-        stop = field.offset + n_bytes
-        memory = slot[field.offset : stop]
-        return memory.view(field.dtype).view(sizes)
+        return view_at(slot, field.offset, sizes, field.dtype)
 
 
 # The planner's search asks for the same layout with every number of slots.

@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from quorum_attention.kernels.carving import view_at
 from quorum_attention.long_prompts.head_copies import HeadCopies, copy_heads
 from quorum_attention.long_prompts.segments import Segment
-from quorum_attention.long_prompts.token_blocks import view_at
 
 # Bytes that are copied at once where many queries read them.
 PIECE_BYTES = 64 << 20

@@ -5,21 +5,18 @@ All keys of a block lie before all of its values, in memory of one place.
 
 from __future__ import annotations
 
-import math
 import threading
 import weakref
 from typing import NamedTuple
 
 import torch
 
-from quorum_attention.arithmetic import round_up
 from quorum_attention.errors import OutOfMemoryError
+from quorum_attention.kernels.carving import ALIGNMENT, aligned, view_at
 from quorum_attention.long_prompts.head_copies import copy_heads
 from quorum_attention.long_prompts.places import CachePlaces, Place
 from quorum_attention.long_prompts.segments import Segment
 
-# Values begin at a multiple of this many bytes.
-_ALIGNMENT = 256
 # Forks of a cache may be used in several threads.
 _CLAIMS = threading.Lock()
 
@@ -147,11 +144,11 @@ class TokenShapes(NamedTuple):
 
     def block_bytes(self, capacity: int) -> int:
         """Bytes of a block for ``capacity`` tokens."""
-        return self.token_bytes * capacity + _ALIGNMENT
+        return self.token_bytes * capacity + ALIGNMENT
 
     def capacity_of(self, n_bytes: int) -> int:
         """How many tokens a block of ``n_bytes`` has room for."""
-        return (n_bytes - _ALIGNMENT) // max(1, self.token_bytes)
+        return (n_bytes - ALIGNMENT) // max(1, self.token_bytes)
 
     def carve(
         self, memory: torch.Tensor, capacity: int
@@ -160,18 +157,9 @@ class TokenShapes(NamedTuple):
         key_shape = (self.rows, self.heads, capacity, self.key_dim)
         value_shape = (self.rows, self.heads, capacity, self.value_dim)
         key = view_at(memory, 0, key_shape, self.dtype)
-        value_start = round_up(key.nbytes, _ALIGNMENT)
+        value_start = aligned(key.nbytes)
         value = view_at(memory, value_start, value_shape, self.dtype)
         return key, value
-
-
-def view_at(
-    memory: torch.Tensor, start: int, shape: tuple[int, ...], dtype: torch.dtype
-) -> torch.Tensor:
-    """Return a tensor over the bytes of ``memory`` (n_bytes,) uint8 from ``start``
-    on."""
-    n_bytes = math.prod(shape) * dtype.itemsize
-    return memory[start : start + n_bytes].view(dtype).view(shape)
 
 
 def allocate_block(

@@ -16,14 +16,12 @@ from typing import Any
 
 import torch
 
-from quorum_attention.arithmetic import round_up
 from quorum_attention.integrations.accelerate_private import fetches_weights
+from quorum_attention.kernels.carving import bytes_of, views_of
 from quorum_attention.recipes.tile_storage import SideStream
 
 # The device has room for the weights of this many layers.
 N_SLOTS = 2
-# Weights begin at multiples of this many bytes.
-_ALIGNMENT = 256
 
 
 @dataclass
@@ -44,8 +42,8 @@ class _LayerWeights:
     def moved(cls, layer: torch.nn.Module, stream: SideStream) -> _LayerWeights:
         """Move the weights of a layer to host memory, for copies by ``stream``."""
         weights = list(layer.parameters())
-        memory = stream.empty_on_host([_bytes_of(weights)], torch.uint8)
-        views = views_in(memory, weights)
+        memory = stream.empty_on_host([bytes_of(weights)], torch.uint8)
+        views = views_of(memory, weights)
         for weight, view in zip(weights, views, strict=True):
             view.copy_(weight.data)
             weight.data = view
@@ -61,7 +59,7 @@ class _LayerWeights:
         it again here."""
         vars(self).update(state)
         if self.views and self.views[0].data_ptr() != self.host.data_ptr():
-            self.views = views_in(self.host, self.weights)
+            self.views = views_of(self.host, self.weights)
             self.take_assigned()
 
     def take_assigned(self) -> None:
@@ -81,24 +79,6 @@ class _LayerWeights:
                 )
             view.copy_(weight.data)
             weight.data = view
-
-
-def _bytes_of(weights: Sequence[torch.Tensor]) -> int:
-    return sum(round_up(weight.nbytes, _ALIGNMENT) for weight in weights)
-
-
-def views_in(
-    memory: torch.Tensor, weights: Sequence[torch.Tensor]
-) -> list[torch.Tensor]:
-    """Return tensors like ``weights``, one behind the other in ``memory`` (n_bytes,)
-    uint8."""
-    views = []
-    start = 0
-    for weight in weights:
-        part = memory[start : start + weight.nbytes]
-        views.append(part.view(weight.dtype).view(weight.shape))
-        start += round_up(weight.nbytes, _ALIGNMENT)
-    return views
 
 
 class HostWeights:
@@ -164,7 +144,7 @@ class HostWeights:
         assert contents is not None
         self._stream.wait(contents[1])
         layer = self._layers[number]
-        layer.place(views_in(self._slots[slot], layer.weights))
+        layer.place(views_of(self._slots[slot], layer.weights))
         self._fetch((number + 1) % len(self._layers), busy=slot)
         outside = self._active
         self._active = number
