@@ -38,15 +38,14 @@ from quorum_attention.devices.report import PoolPass, PoolReport
 from quorum_attention.errors import BudgetError
 from quorum_attention.files import open_tensors
 from quorum_attention.files.file_call import file_call
+from quorum_attention.quorums.interest import chunks_of_task, tasks_of_chunk
 from quorum_attention.ray import Farm
 from quorum_attention.ray import compute as farm_compute
 from quorum_attention.ray import farm as ray_farm
 from quorum_attention.ray.chunks import (
     FarmUnit,
     choose_n_chunks,
-    chunks_of_task,
     rows_of_chunk,
-    tasks_of_chunk,
 )
 from quorum_attention.ray.farm_pass import FarmPass
 

@@ -7,7 +7,8 @@ import random
 
 import pytest
 
-from quorum_attention.ray.chunks import FarmUnit, tasks_of_chunk
+from quorum_attention.quorums.interest import tasks_of_chunk
+from quorum_attention.ray.chunks import FarmUnit
 from quorum_attention.ray.unit_queue import UnitQueue
 
 

@@ -19,7 +19,8 @@ from quorum_attention.argument_checks import whole_number
 from quorum_attention.arithmetic import ceil_div, round_up
 from quorum_attention.decomposition.intervals import Interval, Rows, joined, union
 from quorum_attention.decomposition.rectangles import Rectangle, clip, cover, cut
-from quorum_attention.quorums import interest_set, quorum_size
+from quorum_attention.quorums import quorum_size
+from quorum_attention.quorums.interest import chunks_of_task
 
 if TYPE_CHECKING:
     import numpy as np
@@ -309,6 +310,13 @@ class Decomposition:
             size += 1
         return Interval(start, start + size)
 
+    def chunks(self) -> list[Interval]:
+        """The positions of the chunks of the first level; or all without levels."""
+        if not self.levels:
+            return [Interval(0, self.n_tokens)]
+        c = self.levels[0]
+        return [self._chunk(self.n_tokens, c, number) for number in range(c)]
+
     def deeper(self, c: int) -> Decomposition:
         """The decomposition with one more level, of ``c`` chunks."""
         return replace(self, levels=(*self.levels, c))
@@ -334,10 +342,8 @@ class Decomposition:
         task = Task((), (Span(0, self.n_tokens, 0),) if self.n_tokens else ())
         bit = 1
         for owner, c in zip(path, self.levels, strict=True):
-            offsets = interest_set(quorum_size(c))
-            quorum = sorted((owner + offset) % c for offset in offsets)
             spans: list[Span] = []
-            for number in quorum:
+            for number in chunks_of_task(owner, c):
                 chunk = self._chunk(task.n_tokens, c, number)
                 if number == owner:
                     spans += task.between(*chunk)
@@ -359,12 +365,5 @@ class Decomposition:
         Its spans are the chunks of the first level, so its rectangles are cut at
         chunks.
         """
-        if not self.levels:
-            return self.task(())
-        n_chunks = self.levels[0]
-        spans: list[Span] = []
-        for number in range(n_chunks):
-            chunk = self._chunk(self.n_tokens, n_chunks, number)
-            if chunk.length:
-                spans.append(Span(chunk.start, chunk.stop, bits=0))
+        spans = [Span(*chunk, bits=0) for chunk in self.chunks() if chunk.length]
         return Task((), tuple(spans))

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from fractions import Fraction
 from functools import lru_cache
 
-from quorum_attention.arithmetic import round_up
+from quorum_attention.decomposition import Decomposition
 from quorum_attention.decomposition.intervals import Interval, union
 from quorum_attention.distributed.assignment import (
     Assignment,
@@ -199,7 +199,8 @@ def quorum_tasks(shape: ShardedShape, n_chunks: int) -> Assignment:
 
     A task has the pairs of any two of its chunks, and the pairs within one of them.
     """
-    chunks = _chunks(shape, n_chunks)
+    tile = shape.row_work.tile
+    chunks = Decomposition(shape.n_tokens, (n_chunks,), tile=tile).chunks()
     offsets = interest_set(quorum_size(n_chunks))
     blocks_of_ranks: list[list[ShardBlock]] = [[] for _ in shape.shards]
     for task, own_chunk in enumerate(chunks):
@@ -213,18 +214,6 @@ def quorum_tasks(shape: ShardedShape, n_chunks: int) -> Assignment:
         blocks_of_ranks[rank] += _task_blocks(shape, quorum, own_chunk)
     shares = [_in_stages(shape, blocks) for blocks in blocks_of_ranks]
     return Assignment(f"quorums of {n_chunks} chunks", shape, tuple(shares))
-
-
-def _chunks(shape: ShardedShape, n_chunks: int) -> list[Interval]:
-    """Return all tokens in equal chunks of whole tiles, but for the last ones."""
-    n_tokens = shape.n_tokens
-    chunk_rows = round_up(n_tokens, n_chunks * shape.row_work.tile) // n_chunks
-    chunks: list[Interval] = []
-    for number in range(n_chunks):
-        start = min(n_tokens, chunk_rows * number)
-        stop = min(n_tokens, start + chunk_rows)
-        chunks.append(Interval(start, stop))
-    return chunks
 
 
 def _task_blocks(

@@ -102,6 +102,16 @@ def interest_set(l: int) -> tuple[int, ...]:
     return singer_set(l - 1)
 
 
+def chunks_of_task(task: int, c: int) -> list[int]:
+    """The chunks of a task, of ``c`` chunks: its own, and those it meets. Ascending."""
+    return sorted((task + offset) % c for offset in interest_set(quorum_size(c)))
+
+
+def tasks_of_chunk(chunk: int, c: int) -> list[int]:
+    """The tasks that hold a chunk, ascending."""
+    return sorted((chunk - offset) % c for offset in interest_set(quorum_size(c)))
+
+
 def paired_interest_set(interest: Iterable[int]) -> tuple[int, ...]:
     """The mirror image of an interest set that contains 0 and 1 (paper, Appendix C).
 

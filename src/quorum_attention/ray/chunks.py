@@ -15,7 +15,6 @@ from quorum_attention.decomposition.intervals import Interval
 from quorum_attention.kernels.call_shape import CallShape
 from quorum_attention.quorums import (
     chunk_count,
-    interest_set,
     quorum_size,
     quorum_sizes,
 )
@@ -51,20 +50,6 @@ class FarmUnit(NamedTuple):
     entry: int
     head: int
     number: int = 0
-
-
-def chunks_of_task(task: int, n_chunks: int) -> list[int]:
-    """Return the chunks of a task, ascending."""
-    return sorted(
-        (task + offset) % n_chunks for offset in interest_set(quorum_size(n_chunks))
-    )
-
-
-def tasks_of_chunk(chunk: int, n_chunks: int) -> list[int]:
-    """Return the tasks that hold a chunk, ascending."""
-    return sorted(
-        (chunk - offset) % n_chunks for offset in interest_set(quorum_size(n_chunks))
-    )
 
 
 def rows_of_chunk(shape: CallShape, chunk: int, n_chunks: int, n_rows: int) -> Interval:

@@ -27,7 +27,8 @@ from quorum_attention.kernels.masked.resolve import resolve
 from quorum_attention.kernels.merge import add_, merge_
 from quorum_attention.kernels.tensors import NamedTensors
 from quorum_attention.passes.block_call import compute_block
-from quorum_attention.ray.chunks import FarmUnit, chunks_of_task
+from quorum_attention.quorums.interest import chunks_of_task
+from quorum_attention.ray.chunks import FarmUnit
 from quorum_attention.ray.farm_pass import FarmPass, moved_to
 
 # A task's rows are kept on the device if they take no more than this share of the

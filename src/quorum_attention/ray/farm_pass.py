@@ -19,7 +19,8 @@ from quorum_attention.decomposition.intervals import Interval
 from quorum_attention.devices.handles import TensorHandle
 from quorum_attention.execution.device.lookup import HOST, on_host
 from quorum_attention.files.file_call import GRADIENTS, FileCall
-from quorum_attention.ray.chunks import FarmUnit, rows_of_chunk, tasks_of_chunk
+from quorum_attention.quorums.interest import tasks_of_chunk
+from quorum_attention.ray.chunks import FarmUnit, rows_of_chunk
 
 
 @dataclass(frozen=True, slots=True)

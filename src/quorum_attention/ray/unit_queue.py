@@ -7,7 +7,8 @@ from collections import Counter, deque
 from collections.abc import Mapping
 
 from quorum_attention.quorums import quorum_size
-from quorum_attention.ray.chunks import FarmUnit, Head, chunks_of_task
+from quorum_attention.quorums.interest import chunks_of_task
+from quorum_attention.ray.chunks import FarmUnit, Head
 
 
 class UnitQueue:
