@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import functools
 import importlib
-import importlib.metadata
 import os
 import sys
 import warnings
@@ -22,7 +21,7 @@ import torch
 
 from quorum_attention.arithmetic import round_up
 from quorum_attention.decomposition.bands import Band
-from quorum_attention.extras import install_hint
+from quorum_attention.extras import install_hint, installed_version
 from quorum_attention.kernels.cache_files import cache_folder, private_folder
 from quorum_attention.kernels.call_shape import CallShape, Extent
 from quorum_attention.kernels.delta import rounding_gap
@@ -264,21 +263,14 @@ def _held_bytes(size: int) -> int:
 def version() -> str | None:
     """Return the version that is installed; None if there is none. Nothing is
     imported."""
-    return _version_of(_PACKAGE)
+    return installed_version(_PACKAGE)
 
 
 @functools.cache
 def versions() -> tuple[str | None, ...]:
     """Return the versions of the package and of what compiles it; None for those that
     are not installed."""
-    return (version(), *map(_version_of, _COMPILERS))
-
-
-def _version_of(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+    return (version(), *map(installed_version, _COMPILERS))
 
 
 def _functions() -> tuple[Callable[..., Any], Callable[..., Any]]:
