@@ -19,11 +19,7 @@ from quorum_attention.long_prompts.compiled_rows import compiled_statistics
 from quorum_attention.long_prompts.key_mask import KeyMask
 from quorum_attention.long_prompts.row_groups import RowGroup, RowLayout, row_groups
 from quorum_attention.long_prompts.running_statistics import RunningStatistics
-from quorum_attention.long_prompts.scores import (
-    ScoreScaling,
-    attend_by_equations,
-    merge_parts,
-)
+from quorum_attention.long_prompts.scores import ScoreScaling, attend_by_equations
 from quorum_attention.long_prompts.segments import Segment
 
 _KERNEL = CpuKernel()
@@ -156,7 +152,27 @@ def _attend_entry_in_blocks(
     repeated_rows = rows.unsqueeze(1)  # (h, 1, r, d)
     repeated_rows = repeated_rows.expand(-1, n_blocks, -1, -1)
     outs, lses = _cpu_statistics(repeated_rows, key_blocks, value_blocks, softmax_scale)
-    return merge_parts(outs, lses)
+    return _merge_blocks(outs, lses)
+
+
+def _merge_blocks(
+    out: torch.Tensor, lse: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Merge the statistics of blocks of keys.
+
+    Args:
+        out: (..., blocks, rows, d_v), any floating dtype.
+        lse: (..., blocks, rows), fp32 or fp64.
+
+    Returns:
+        out (..., rows, d_v), in the dtype of lse, and lse (..., rows).
+    """
+    merged_lse = lse.logsumexp(dim=-2)
+    # Rows without keys have -inf everywhere, whose difference is NaN.
+    differences = lse - merged_lse.unsqueeze(-2)
+    weights = differences.exp().nan_to_num(nan=0.0)
+    weighted = out.to(lse.dtype) * weights.unsqueeze(-1)
+    return weighted.sum(dim=-3), merged_lse
 
 
 def _cpu_statistics(

@@ -10,6 +10,9 @@ from dataclasses import dataclass
 
 import torch
 
+from quorum_attention.kernels.limits import runs
+from quorum_attention.long_prompts.running_statistics import RunningStatistics
+
 # Keys whose scores are made at once.
 _KEYS_AT_ONCE = 8192
 
@@ -26,26 +29,6 @@ class ScoreScaling:
 
     softmax_scale: float
     softcap: float | None = None
-
-
-def merge_parts(
-    out: torch.Tensor, lse: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Merge the statistics of disjoint sets of keys.
-
-    Args:
-        out: (..., parts, rows, d_v), any floating dtype.
-        lse: (..., parts, rows), fp32 or fp64.
-
-    Returns:
-        out (..., rows, d_v), in the dtype of lse, and lse (..., rows).
-    """
-    merged_lse = lse.logsumexp(dim=-2)
-    # Rows without keys have -inf everywhere, whose difference is NaN.
-    differences = lse - merged_lse.unsqueeze(-2)
-    weights = differences.exp().nan_to_num(nan=0.0)
-    weighted = out.to(lse.dtype) * weights.unsqueeze(-1)
-    return weighted.sum(dim=-3), merged_lse
 
 
 def attend_by_equations(
@@ -68,20 +51,13 @@ def attend_by_equations(
         out (b, h, r, d_v) and lse (b, h, r). A row without a kept key, or whose
         scores are all -inf, has 0 and -inf.
     """
-    n_keys = key.shape[2]
-    parts = []
-    for start in range(0, n_keys, _KEYS_AT_ONCE):
-        block = slice(start, min(n_keys, start + _KEYS_AT_ONCE))
-        key_block = key[:, :, block]
-        value_block = value[:, :, block]
-        pairs = None if is_kept is None else is_kept[..., block]
-        parts.append(_attend_block(rows, key_block, value_block, scaling, pairs))
-    if len(parts) == 1:
-        return parts[0]
-    outs, lses = zip(*parts, strict=True)
-    out = torch.stack(outs, dim=2)  # (b, h, parts, r, d_v)
-    lse = torch.stack(lses, dim=2)
-    return merge_parts(out, lse)
+    state = RunningStatistics(rows, value.shape[3])
+    for keys in runs(slice(0, key.shape[2]), _KEYS_AT_ONCE):
+        key_block = key[:, :, keys]
+        value_block = value[:, :, keys]
+        pairs = None if is_kept is None else is_kept[..., keys]
+        state.merge(*_attend_block(rows, key_block, value_block, scaling, pairs))
+    return state.results()
 
 
 def _attend_block(
