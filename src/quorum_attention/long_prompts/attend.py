@@ -19,6 +19,7 @@ from quorum_attention.api import attention_with_lse
 from quorum_attention.execution.device.lookup import HOST, on_host
 from quorum_attention.execution.device.memory_advice import read_ahead
 from quorum_attention.kernels.call_shape import state_dtype
+from quorum_attention.kernels.operator_call import OutLse
 from quorum_attention.kernels.sinks import join_sinks_
 from quorum_attention.long_prompts.compiled_rows import begin_to_compile
 from quorum_attention.long_prompts.cores import attend_on_cores
@@ -328,9 +329,7 @@ def _rows_per_head(call: _SegmentedCall, piece: Piece) -> int:
     return batch * heads * n_queries // max(1, rows * key_heads)
 
 
-def _attend_on_cores(
-    host_call: _SegmentedCall, pieces: Sequence[Piece]
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _attend_on_cores(host_call: _SegmentedCall, pieces: Sequence[Piece]) -> OutLse:
     """Attention of queries in host memory over pieces there, as statistics of their
     own."""
     state = RunningStatistics(host_call.query, pieces[0].segment.value.shape[3])
@@ -368,9 +367,7 @@ def _keys_at(start: int, holder: Segment | RowGroup) -> KeysAt:
     return KeysAt(start, holder.key, holder.value)
 
 
-def _attend_shared_rows(
-    call: _SegmentedCall, pieces: Sequence[Piece]
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _attend_shared_rows(call: _SegmentedCall, pieces: Sequence[Piece]) -> OutLse:
     """Attention over pieces whose batch entries read the same rows, row by row."""
     value_dim = pieces[0].segment.value.shape[3]
     all_out, all_lse = RunningStatistics(call.query, value_dim).empty_results()
@@ -397,9 +394,7 @@ def _with_equal_entries(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
         yield run
 
 
-def _attend_rows(
-    call: _SegmentedCall, keys: Sequence[KeysAt]
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _attend_rows(call: _SegmentedCall, keys: Sequence[KeysAt]) -> OutLse:
     """Attention over keys on the device, whose rows neighbouring batch entries
     share."""
     value_dim = keys[0].value.shape[3]
@@ -420,9 +415,7 @@ def _attend_rows(
     return layout.from_rows(out), layout.from_rows(lse)
 
 
-def _attend_many(
-    call: _SegmentedCall, piece: Piece
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _attend_many(call: _SegmentedCall, piece: Piece) -> OutLse:
     """Attention of many queries over one piece, by the package's own planned calls."""
     key, value = piece.segment.expanded()
     mask = call.mask

@@ -14,7 +14,7 @@ import torch
 from quorum_attention.arithmetic import ceil_div
 from quorum_attention.kernels.cpu import CpuKernel
 from quorum_attention.kernels.merge import merge_
-from quorum_attention.kernels.operator_call import Call
+from quorum_attention.kernels.operator_call import Call, OutLse
 from quorum_attention.long_prompts.compiled_rows import compiled_statistics
 from quorum_attention.long_prompts.key_mask import KeyMask
 from quorum_attention.long_prompts.row_groups import RowGroup, RowLayout, row_groups
@@ -35,7 +35,7 @@ def attend_on_cores(
     start: int,
     mask: KeyMask,
     scaling: ScoreScaling,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> OutLse:
     """Attend over one segment in host memory.
 
     Args:
@@ -68,7 +68,7 @@ def _attend_group(
     start: int,
     mask: KeyMask,
     scaling: ScoreScaling,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> OutLse:
     layout = RowLayout.from_tensors(query, group.key)
     rows = layout.to_rows(query)  # (rows, h_kv, r, d)
     state = RunningStatistics(rows, group.value.shape[3])
@@ -94,7 +94,7 @@ def _attend_range(
     value: torch.Tensor,
     scaling: ScoreScaling,
     is_kept: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> OutLse:
     """Attention of rows (b, h, r, d) over keys (b, h, n, d), all or those that
     ``is_kept`` keeps."""
     has_equal_dims = key.shape[3] == value.shape[3]
@@ -106,7 +106,7 @@ def _attend_range(
 
 def _attend_in_blocks(
     rows: torch.Tensor, key: torch.Tensor, value: torch.Tensor, softmax_scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> OutLse:
     """Attention of rows (b, h, r, d) over all keys (b, h, n, d), cut into blocks of
     keys."""
     statistics = compiled_statistics(rows, key, value, softmax_scale)
@@ -142,7 +142,7 @@ def _attend_entry_in_blocks(
     block: int,
     n_blocks: int,
     softmax_scale: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> OutLse:
     """Attention of rows (h, r, d) over the first ``block * n_blocks`` keys (h, n,
     d)."""
     n_cut = block * n_blocks
@@ -155,9 +155,7 @@ def _attend_entry_in_blocks(
     return _merge_blocks(outs, lses)
 
 
-def _merge_blocks(
-    out: torch.Tensor, lse: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _merge_blocks(out: torch.Tensor, lse: torch.Tensor) -> OutLse:
     """Merge the statistics of blocks of keys.
 
     Args:
@@ -177,7 +175,7 @@ def _merge_blocks(
 
 def _cpu_statistics(
     rows: torch.Tensor, key: torch.Tensor, value: torch.Tensor, softmax_scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> OutLse:
     # The operator alone returns numbers where scores are NaN or infinite.
     call = Call(rows, key, value, scale=softmax_scale)
     out, lse = _KERNEL.whole_forward(call)

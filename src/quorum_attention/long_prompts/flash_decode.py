@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from quorum_attention.arithmetic import ceil_div, power_of_two_from, round_up
+from quorum_attention.kernels.operator_call import OutLse
 from quorum_attention.kernels.triton_launch import triton_available
 from quorum_attention.long_prompts.key_mask import KeyMask
 from quorum_attention.long_prompts.row_groups import RowLayout
@@ -82,7 +83,7 @@ def can_decode(query: torch.Tensor, value_dim: int, n_rows: int) -> bool:
 
 def decode(
     query: torch.Tensor, parts: Sequence[KeysAt], mask: KeyMask, scaling: ScoreScaling
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> OutLse:
     """Attend over keys on the query's device.
 
     Args:
@@ -216,9 +217,7 @@ class _Launch:
         }
 
 
-def _merge_splits(
-    out: torch.Tensor, lse: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _merge_splits(out: torch.Tensor, lse: torch.Tensor) -> OutLse:
     """Merge (splits, rows, h, r, d_v) and (splits, rows, h, r) over the splits."""
     if out.shape[0] == 1:
         return out[0], lse[0]

@@ -6,6 +6,7 @@ import torch
 
 from quorum_attention.kernels.call_shape import state_dtype
 from quorum_attention.kernels.merge import empty_, merge_
+from quorum_attention.kernels.operator_call import OutLse
 
 
 class RunningStatistics:
@@ -19,7 +20,7 @@ class RunningStatistics:
     def __init__(self, query: torch.Tensor, value_dim: int) -> None:
         self._query = query
         self._value_dim = value_dim
-        self._results: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._results: OutLse | None = None
 
     def merge(self, out: torch.Tensor, lse: torch.Tensor) -> None:
         """Merge the statistics over more keys, from any device. They may be written to
@@ -31,7 +32,7 @@ class RunningStatistics:
         else:
             merge_(*self._results, out, lse)
 
-    def results(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def results(self) -> OutLse:
         """Return out and lse; without any keys, 0 and -inf."""
         if self._results is None:
             out, lse = self.empty_results()
@@ -39,7 +40,7 @@ class RunningStatistics:
             self._results = (out, lse)
         return self._results
 
-    def empty_results(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def empty_results(self) -> OutLse:
         """Return uninitialised out and lse."""
         query = self._query
         rows = query.shape[:3]  # (b, h, r)

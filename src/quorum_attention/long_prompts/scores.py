@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from quorum_attention.kernels.limits import runs
+from quorum_attention.kernels.operator_call import OutLse
 from quorum_attention.long_prompts.running_statistics import RunningStatistics
 
 # Keys whose scores are made at once.
@@ -37,7 +38,7 @@ def attend_by_equations(
     value: torch.Tensor,
     scaling: ScoreScaling,
     is_kept: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> OutLse:
     """Compute attention and log-sum-exp in fp32, or fp64 for fp64 inputs.
 
     Args:
@@ -66,7 +67,7 @@ def _attend_block(
     value: torch.Tensor,
     scaling: ScoreScaling,
     is_kept: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> OutLse:
     dtype = torch.promote_types(rows.dtype, torch.float32)
     softcap = scaling.softcap
     scores = rows.to(dtype) @ key.to(dtype).mT  # (b, h, r, n)
