@@ -16,6 +16,12 @@ def round_up(n: int, unit: int) -> int:
     return ceil_div(n, unit) * unit
 
 
+def even_part(n: int, limit: int) -> int:
+    """Return the size of the largest of as few equal parts of ``n`` as ``limit``
+    allows."""
+    return ceil_div(n, ceil_div(n, limit))
+
+
 def power_of_two_from(n: int) -> int:
     """Return the least power of two that is not below ``n``, which is at least 1."""
     return 1 << (n - 1).bit_length()

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from quorum_attention.arithmetic import ceil_div, round_up
+from quorum_attention.arithmetic import even_part, round_up
 from quorum_attention.decomposition.intervals import joined, ones
 
 # Kernels work on tiles of this many tokens; rectangles are cut at multiples of it where
@@ -235,9 +235,8 @@ def _even_part(n: int, limit: int) -> int:
     Equal parts mean few sizes for kernels to prepare, and no thin rest. If ``limit`` is
     a multiple of the tile, so is the result.
     """
-    n_parts = ceil_div(n, limit)
     unit = _TILE if limit % _TILE == 0 else 1
-    return round_up(ceil_div(n, n_parts), unit)
+    return round_up(even_part(n, limit), unit)
 
 
 def _cut_square(r: Rectangle, max_queries: int, max_keys: int) -> Iterator[Rectangle]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
-from quorum_attention.arithmetic import ceil_div, round_up
+from quorum_attention.arithmetic import even_part, round_up
 
 NO_LIMIT = sys.maxsize
 GRID_BLOCKS = 65_535
@@ -174,15 +174,8 @@ def part_sizes(limits: CallLimits, sizes: CallSizes) -> tuple[int, int]:
     """Return the batch entries and key/value heads of the largest part. Parts are about
     equal, so that operators have few sizes to prepare."""
     entries, key_heads = limits.largest(sizes)
-    return _even_size(sizes.entries, entries), _even_size(
-        sizes.key_heads, max(1, key_heads)
-    )
-
-
-def _even_size(total: int, limit: int) -> int:
-    """Return the size of the largest of as few equal parts as ``limit`` allows."""
-    count = ceil_div(total, limit)
-    return ceil_div(total, count)
+    key_heads = max(1, key_heads)
+    return even_part(sizes.entries, entries), even_part(sizes.key_heads, key_heads)
 
 
 def runs(indices: slice, length: int) -> Iterator[slice]:

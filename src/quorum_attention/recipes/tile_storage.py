@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from quorum_attention.arithmetic import ceil_div
+from quorum_attention.arithmetic import even_part
 from quorum_attention.decomposition.intervals import Interval
 from quorum_attention.execution.device.mover import ImmediateStream
 from quorum_attention.kernels.torch_private import lock_pages_with_threads
@@ -25,9 +25,7 @@ from quorum_attention.partition import split_at_multiples
 def spans_of(n_tokens: int, tile: int) -> list[Interval]:
     """Return spans of about one length, at most ``tile`` tokens, that cover all
     tokens."""
-    n_tiles = ceil_div(n_tokens, tile)
-    length = ceil_div(n_tokens, n_tiles)
-    return split_at_multiples(Interval(0, n_tokens), length)
+    return split_at_multiples(Interval(0, n_tokens), even_part(n_tokens, tile))
 
 
 def rows_of(tensor: torch.Tensor, span: Interval) -> torch.Tensor:
