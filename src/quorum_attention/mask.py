@@ -11,6 +11,7 @@ import torch
 
 from quorum_attention.argument_checks import one_of, real_number, shown, whole_number
 from quorum_attention.keywords import helps_with_fields
+from quorum_attention.plain_types import Keywords
 
 Documents = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 Keeps = Callable[[Any, Any, Any, Any], torch.Tensor]
@@ -162,7 +163,7 @@ class Mask:
             return self.causal == "lower_right"
         return isinstance(self.offset, str)
 
-    def set_fields(self) -> dict[str, Any]:
+    def set_fields(self) -> Keywords:
         """Return the fields that are set, by name."""
         # By a tuple: torch's compiler knows no ``dataclasses.fields``.
         fields = {}
@@ -211,7 +212,7 @@ class Mask:
         return Mask(either=(self, mask))
 
 
-def _pairs_mask(fields: dict[str, Any]) -> Mask:
+def _pairs_mask(fields: Keywords) -> Mask:
     """Return a mask of those fields that say which pairs are kept."""
     pairs = dict(fields)
     for name in _SCORES:
@@ -219,9 +220,7 @@ def _pairs_mask(fields: dict[str, Any]) -> Mask:
     return Mask(**pairs)
 
 
-def _are_independent(
-    first: dict[str, Any], second: dict[str, Any], counts_from_last: bool
-) -> bool:
+def _are_independent(first: Keywords, second: Keywords, counts_from_last: bool) -> bool:
     """Tell whether the fields of two masks mean the same in one mask.
 
     No field may be in both. An offset, or "lower_right", of one mask must not hold for

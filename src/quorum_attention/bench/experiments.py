@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from quorum_attention.bench.measurement import FAILED, OUT_OF_MEMORY, Outcome, Spec
 from quorum_attention.bench.methods import METHODS, RESULTS
+from quorum_attention.plain_types import JsonObject, Keywords
 from quorum_attention.units import counted
 
 Measure = Callable[[str, Spec], Outcome]
@@ -45,7 +46,7 @@ class Section(NamedTuple):
 
 def spec_of(options: Namespace, method: str, tokens: int, **fields: Any) -> Spec:
     """A measurement of ``method``, with the sizes that the command's options have."""
-    sizes: dict[str, Any] = {
+    sizes: Keywords = {
         "heads": options.heads,
         "kv_heads": options.kv_heads,
         "head_dim": options.head_dim,
@@ -55,7 +56,7 @@ def spec_of(options: Namespace, method: str, tokens: int, **fields: Any) -> Spec
     return Spec(method, tokens, **sizes | fields)
 
 
-def row_of(experiment: str, spec: Spec, outcome: Outcome) -> dict[str, Any]:
+def row_of(experiment: str, spec: Spec, outcome: Outcome) -> JsonObject:
     """The row of a measurement in the record of a run."""
     passes = "both" if spec.backward else "forward"
     length = counted(spec.tokens, "token")

@@ -4,8 +4,8 @@ it."""
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
+from quorum_attention.plain_types import JsonObject
 from quorum_attention.units import format_bytes
 
 OK = "ok"
@@ -76,7 +76,7 @@ class Outcome:
     backward_seconds: list[float] = field(default_factory=list)
     peak_bytes: int | None = None
     errors: dict[str, list[float]] = field(default_factory=dict)
-    report: dict[str, Any] = field(default_factory=dict)
+    report: JsonObject = field(default_factory=dict)
 
     @property
     def ok(self) -> bool:

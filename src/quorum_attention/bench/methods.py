@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -13,6 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from quorum_attention.api import attention_backward, attention_with_lse
 from quorum_attention.kernels.tensors import NamedTensors
+from quorum_attention.plain_types import Keywords
 
 GRADIENTS = ("grad_query", "grad_key", "grad_value")
 RESULTS = ("out", *GRADIENTS)
@@ -31,7 +32,7 @@ class CallTensors:
     device: torch.device
     inputs: list[torch.Tensor]
     grad: torch.Tensor | None
-    options: dict[str, Any] = field(default_factory=dict)
+    options: Keywords = field(default_factory=dict)
     results: NamedTensors = field(default_factory=dict)
 
     def allocate_results(self) -> None:
@@ -80,7 +81,7 @@ class Method:
 
     on_device: bool = True
     backend: SDPBackend | None = None
-    options: dict[str, Any] | None = None
+    options: Keywords | None = None
 
     @property
     def is_ours(self) -> bool:

@@ -19,6 +19,7 @@ import torch
 
 import quorum_attention
 from quorum_attention.extras import installed_version
+from quorum_attention.plain_types import JsonObject
 from quorum_attention.units import counted
 from quorum_attention.writing import write_text
 
@@ -37,10 +38,10 @@ class RunRecord:
         rows: the measurements by name.
     """
 
-    def __init__(self, path: Path, run: dict[str, Any]) -> None:
+    def __init__(self, path: Path, run: JsonObject) -> None:
         self.path = path
         self.run = run
-        self.rows: dict[str, Any] = {}
+        self.rows: JsonObject = {}
 
     def add(self, rows: Mapping[str, Any]) -> None:
         """Add rows, and write the file."""
@@ -48,9 +49,7 @@ class RunRecord:
         write_text(self.path, to_json({"run": self.run, "rows": self.rows}) + "\n")
 
 
-def describe_run(
-    command: str, arguments: Mapping[str, Any], device: str
-) -> dict[str, Any]:
+def describe_run(command: str, arguments: Mapping[str, Any], device: str) -> JsonObject:
     """Command, source, machine, versions, date and time (UTC) of a run that begins now.
 
     Args:
@@ -75,7 +74,7 @@ def _as_json(value: Any) -> Any:
     return value if isinstance(value, (bool, int, float, type(None))) else str(value)
 
 
-def describe_source() -> dict[str, Any]:
+def describe_source() -> JsonObject:
     """The commit of the package's source, and whether the tree had no changes.
 
     Both are None where the package is not in a git repository of its own, as when it is

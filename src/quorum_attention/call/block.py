@@ -23,8 +23,10 @@ from quorum_attention.execution.job import OnStored
 from quorum_attention.kernels.call_shape import CallShape
 from quorum_attention.kernels.dropout import Dropout
 from quorum_attention.kernels.masked.mask_numbers import with_offsets
+from quorum_attention.kernels.operator_call import Three
 from quorum_attention.kernels.tensors import NamedTensors
 from quorum_attention.mask import Documents, Keeps, Mask
+from quorum_attention.plain_types import Keywords
 
 Masked = tuple[Mask | None, bool]
 """``attn_mask`` and ``is_causal`` of a block."""
@@ -153,7 +155,7 @@ def cut_mask(call: WholeCall, mask: Mask, block: CallBlock) -> Mask:
     """
     assert not mask.counts_from_last, "__post_init__ has put numbers there"
     offset = _cut_offset(mask, block)
-    changes: dict[str, Any] = {
+    changes: Keywords = {
         **_cut_key_fields(call, mask, block),
         **_shift_positions(mask, offset, block),
     }
@@ -172,14 +174,14 @@ def cut_mask(call: WholeCall, mask: Mask, block: CallBlock) -> Mask:
     return replace(mask, **changes, chunk=None) & same_chunk
 
 
-def _shift_positions(mask: Mask, offset: Any, block: CallBlock) -> dict[str, Any]:
+def _shift_positions(mask: Mask, offset: Any, block: CallBlock) -> Keywords:
     """Return the fields that count positions, counted from the block's first ones.
 
     Args:
         offset: of the block's queries, by positions in the whole call.
     """
     entries, heads, queries, keys = block
-    fields: dict[str, Any] = {}
+    fields: Keywords = {}
     if isinstance(offset, torch.Tensor):
         fields["offset"] = offset
     if queries.start != keys.start:
@@ -204,10 +206,10 @@ def _chunks_as_documents(chunk: int, offset: Any, block: CallBlock) -> Mask:
     return Mask(documents=(query_chunks, key_chunks))
 
 
-def _cut_key_fields(call: WholeCall, mask: Mask, block: CallBlock) -> dict[str, Any]:
+def _cut_key_fields(call: WholeCall, mask: Mask, block: CallBlock) -> Keywords:
     """Return the fields about a block's keys: their lengths and padding."""
     keys = block.keys
-    fields: dict[str, Any] = {}
+    fields: Keywords = {}
     if mask.key_lengths is not None:
         lengths = cut_entries(mask.key_lengths, block, 1)
         if keys != (0, call.shape.n_keys):
@@ -296,7 +298,7 @@ class BlockResults:
     out: torch.Tensor | None = None
     lse: torch.Tensor | None = None
     out_dtype: torch.dtype | None = None
-    grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+    grads: Three | None = None
     grad_mask: torch.Tensor | bool = False
     grad_sinks: bool = False
     on_stored: OnStored | None = None

@@ -28,6 +28,7 @@ from quorum_attention.execution.report import Report
 from quorum_attention.kernels.call_shape import BiasShape, CallShape, scale_is_exact
 from quorum_attention.kernels.dropout import LARGEST_SEED, Dropout
 from quorum_attention.kernels.masked.choose import kernel_for_mask
+from quorum_attention.kernels.operator_call import OutLse
 from quorum_attention.kernels.protocol import InnerKernel
 from quorum_attention.kernels.registry import get_kernel
 from quorum_attention.kernels.torch_private import has_transforms
@@ -45,10 +46,8 @@ _LEAST_SCALE = 2.0**-149
 class Runner(Protocol):
     """Runs the passes of a call somewhere else than on one device of this process."""
 
-    def forward(
-        self, tensors: Tensors, request: Request
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(out, lse), as ``run_forward``."""
+    def forward(self, tensors: Tensors, request: Request) -> OutLse:
+        """As ``run_forward``."""
 
     def backward(
         self, tensors: Tensors, request: Request, backward_inputs: BackwardInputs

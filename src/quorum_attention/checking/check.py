@@ -29,6 +29,7 @@ from quorum_attention.errors import first_line, is_out_of_memory
 from quorum_attention.execution.device.lookup import available_device, best_device
 from quorum_attention.kernels import InnerKernel, get_kernel
 from quorum_attention.keywords import helps_with_names
+from quorum_attention.plain_types import Keywords
 from quorum_attention.planner import plan
 from quorum_attention.progress import progress_bar
 from quorum_attention.quorums import quorum_size
@@ -153,7 +154,7 @@ def _checked_sizes(
     n_tokens: int, *, device: torch.device, backward: bool, **numbers: Any
 ) -> CheckSizes:
     """The sizes of the calls; the planner checks them by name."""
-    options: dict[str, Any] = {
+    options: Keywords = {
         "levels": (),
         "kernel": "dense",
         "device": device,

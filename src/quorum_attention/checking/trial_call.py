@@ -5,12 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from quorum_attention.api import attention_backward, attention_with_lse
 from quorum_attention.kernels import CallShape, InnerKernel
+from quorum_attention.plain_types import Keywords
 from quorum_attention.planner import Plan, plan
 
 GRADIENTS = ("grad_query", "grad_key", "grad_value")
@@ -168,7 +169,7 @@ def run_call(
 
 def _call_options(
     kernel: InnerKernel, sizes: CheckSizes, scale: float | None
-) -> dict[str, Any]:
+) -> Keywords:
     return {
         "is_causal": sizes.is_causal,
         "scale": scale,

@@ -37,6 +37,7 @@ from quorum_attention.kernels.rectangles import RectangleKernel
 from quorum_attention.kernels.result_layout import empty_like_input
 from quorum_attention.kernels.speed import KernelSpeed
 from quorum_attention.kernels.torch_private import without_loading_compiler
+from quorum_attention.plain_types import Keywords
 
 _on_device = torch.cuda.device
 _PACKAGE = "flash-attn-4"
@@ -156,10 +157,10 @@ class Fa4Kernel(RectangleKernel):
         grad_query, grad_key, grad_value = _by_token(*gradients[:3])
         return grad_query, grad_key, grad_value
 
-    def _options(self, call: Call) -> dict[str, Any]:
+    def _options(self, call: Call) -> Keywords:
         """Return the options that say which pairs of a rectangle are kept, and the soft
         cap."""
-        options: dict[str, Any] = {}
+        options: Keywords = {}
         if self.softcap:
             options["softcap"] = self.softcap
         band = call.causal

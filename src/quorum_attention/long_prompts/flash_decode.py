@@ -21,6 +21,7 @@ from quorum_attention.kernels.triton_launch import triton_available
 from quorum_attention.long_prompts.key_mask import KeyMask
 from quorum_attention.long_prompts.row_groups import RowLayout
 from quorum_attention.long_prompts.scores import ScoreScaling
+from quorum_attention.plain_types import Keywords
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _MAX_HEAD_DIM = 256
@@ -194,7 +195,7 @@ class _Launch:
                 **self._constants(rows, part),
             )
 
-    def _constants(self, rows: torch.Tensor, part: KeysAt) -> dict[str, Any]:
+    def _constants(self, rows: torch.Tensor, part: KeysAt) -> Keywords:
         mask = self.mask
         last_key = part.start + part.key.shape[2] - 1
         last_hidden = (

@@ -26,6 +26,7 @@ from safetensors.torch import save_file
 
 from quorum_attention.long_prompts.places import Place
 from quorum_attention.long_prompts.segments import Segment
+from quorum_attention.plain_types import JsonObject
 from quorum_attention.writing import (
     UNFINISHED,
     open_regular,
@@ -184,7 +185,7 @@ def _remove_other_data(target: Path, data: Path) -> None:
             path.unlink(missing_ok=True)
 
 
-def _save_layer(data: Path, at: int, layer: SavedLayer, save_id: str) -> dict[str, Any]:
+def _save_layer(data: Path, at: int, layer: SavedLayer, save_id: str) -> JsonObject:
     """Write the files of a layer; return its entry in the manifest."""
     pieces = []
     cut = (segment.cut(_PIECE_BYTES) for segment in layer.segments)
@@ -239,7 +240,7 @@ def load_layers(folder: str | os.PathLike[str], *, model: str) -> list[SavedLaye
     return [_load_layer(data, entry, save_id) for entry in manifest["layers"]]
 
 
-def _read_manifest(path: Path) -> dict[str, Any]:
+def _read_manifest(path: Path) -> JsonObject:
     with open_regular(path) as file:
         text = file.read(_MAX_MANIFEST_BYTES + 1)
     try:

@@ -35,6 +35,7 @@ from quorum_attention.kernels.cache_files import (
     store,
 )
 from quorum_attention.keywords import helps_with_names
+from quorum_attention.plain_types import JsonObject
 from quorum_attention.planner.hardware import HardwareModel
 from quorum_attention.planner.rate_measurements import HEAD_DIMS, RateMeasurements
 from quorum_attention.planner.rates import assumed_hardware, rates_at_head_dim
@@ -82,7 +83,7 @@ def calibrated_flops(
     return None if rates is None else (rates["flops"], rates["backward_flops"])
 
 
-def _measured_rates(key: str, head_dim: int) -> dict[str, Any] | None:
+def _measured_rates(key: str, head_dim: int) -> JsonObject | None:
     """Return the fields of a ``HardwareModel`` that were measured.
 
     None: not measured, or the entry is broken or of an older version.
@@ -116,11 +117,11 @@ def rates_known() -> object:
 
 
 @lru_cache(maxsize=1)
-def _stored_entries() -> dict[str, Any]:
+def _stored_entries() -> JsonObject:
     return _entries_of(load(_FILE))
 
 
-def _entries_of(content: Any) -> dict[str, Any]:
+def _entries_of(content: Any) -> JsonObject:
     """Return calibrations as stored; none where the file is broken."""
     return content if isinstance(content, dict) else {}
 
@@ -156,7 +157,7 @@ class Calibration:
     """
 
     key: str
-    figures: dict[str, Any]
+    figures: JsonObject
     path: Path
     seconds: float
     rounds: int
@@ -202,7 +203,7 @@ def calibrate(
     import statistics  # takes longer to import than all files of the planner
 
     medians = {name: statistics.median(measured) for name, measured in values.items()}
-    figures: dict[str, Any] = {
+    figures: JsonObject = {
         "date": datetime.date.today().isoformat(),
         "kernel": measurements.kernel(HEAD_DIMS[0]).name,
         "flops": {

@@ -21,6 +21,7 @@ from quorum_attention.kernels.protocol import InnerKernel
 from quorum_attention.kernels.select import rivals, select_kernel
 from quorum_attention.keywords import check_names, helps_with_names, names_of
 from quorum_attention.mask import Mask
+from quorum_attention.plain_types import Keywords
 from quorum_attention.planner import policy
 from quorum_attention.planner.calibration import hardware_of
 from quorum_attention.planner.constraints import PlanConstraints
@@ -359,7 +360,7 @@ def estimate(
 def _alternatives(
     n_tokens: int,
     available: int,
-    call: dict[str, Any],
+    call: Keywords,
     *,
     without_levels: tuple[int, ...],
     is_trimmed: bool,

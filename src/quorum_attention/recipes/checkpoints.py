@@ -34,6 +34,7 @@ from quorum_attention.integrations.transformers_private import (
     set_layer_checkpoint,
 )
 from quorum_attention.kernels.torch_private import restores_modes_and_hooks
+from quorum_attention.plain_types import Keywords
 from quorum_attention.recipes import layer_bytes, step_estimate
 from quorum_attention.recipes.changes import (
     AttributeRecord,
@@ -196,7 +197,7 @@ class LayerCheckpoints(ModelPiece):
             self._plan_again(step, kept_layer, hidden)
         return output
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> Keywords:
         return {**vars(self), "_steps": {}}
 
     def _step_of(self, number: int, hidden: torch.Tensor) -> ForwardStep:

@@ -18,6 +18,7 @@ import torch
 
 from quorum_attention.integrations.accelerate_private import fetches_weights
 from quorum_attention.kernels.carving import bytes_of, views_of
+from quorum_attention.plain_types import Keywords
 from quorum_attention.recipes.tile_storage import SideStream
 
 # The device has room for the weights of this many layers.
@@ -54,7 +55,7 @@ class _LayerWeights:
         for weight, tensor in zip(self.weights, tensors, strict=True):
             weight.data = tensor
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: Keywords) -> None:
         """Take what was pickled. Tensors that shared memory are copies then, and share
         it again here."""
         vars(self).update(state)
@@ -114,13 +115,13 @@ class HostWeights:
         self._computing = threading.RLock()
         self.device_bytes = N_SLOTS * largest
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> Keywords:
         """Return what is copied and pickled, which a lock cannot be."""
         state = dict(vars(self))
         del state["_computing"]
         return state
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: Keywords) -> None:
         """Take what was copied or pickled."""
         vars(self).update(state)
         self._computing = threading.RLock()

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_map_only
 from transformers.cache_utils import Cache
 
 from quorum_attention.integrations.transformers.segmented_layer import SegmentedLayer
+from quorum_attention.plain_types import Keywords
 
 # Tensors (..., tokens, width) that layers put new tokens behind: the old tensor is let
 # go of. A layer that counts its tokens does not keep all of them.
@@ -73,7 +74,7 @@ def _crop(layer: SegmentedLayer, n_tokens: int) -> None:
     layer.tokens.crop(n_tokens)
 
 
-def _restore(layer: Any, attributes: dict[str, Any], lengths: dict[str, int]) -> None:
+def _restore(layer: Any, attributes: Keywords, lengths: dict[str, int]) -> None:
     """Let a layer have these attributes, and growing tensors of these lengths."""
     for name, length in lengths.items():
         tensor = getattr(layer, name)

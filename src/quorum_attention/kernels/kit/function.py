@@ -29,6 +29,7 @@ from quorum_attention.kernels.task_calls import CallsKernel, TaskCall
 from quorum_attention.kernels.task_tensors import Indices, TaskTensors
 from quorum_attention.kernels.tensors import NamedTensors, row_blocks
 from quorum_attention.keywords import helps_with_names
+from quorum_attention.plain_types import Keywords
 
 LseFunction = Callable[..., OutLse]
 BackwardFunction = Callable[..., "Three"]
@@ -181,7 +182,7 @@ class FunctionKernel(CallsKernel):
         task: TaskTensors,
         rectangle: Rectangle,
         heads: slice,
-        numbers: dict[str, Any],
+        numbers: Keywords,
     ) -> TaskCall:
         options = {"is_causal": rectangle.causal, "scale": task.scale, **numbers}
         query_rows = slice(rectangle.query_start, rectangle.query_stop)
@@ -202,7 +203,7 @@ class FunctionKernel(CallsKernel):
         has_no_key = (lse == -torch.inf).unsqueeze(-1)
         return out.masked_fill(has_no_key, 0.0), lse
 
-    def _gradients(self, inputs: Three, options: dict[str, Any], saved: Saved) -> Three:
+    def _gradients(self, inputs: Three, options: Keywords, saved: Saved) -> Three:
         if self.explicit_backward is None:
             recorded = {name: recordable(value) for name, value in options.items()}
             return gradients_by_autograd(

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import operator
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -18,6 +17,7 @@ from quorum_attention.kernels.masked.mask_fields import document_tensors
 from quorum_attention.kernels.masked.token_rules import Ids
 from quorum_attention.kernels.torch_private import no_torch_modes
 from quorum_attention.mask import FAR, Mask
+from quorum_attention.plain_types import Keywords
 from quorum_attention.units import counted
 
 # A query that no key has.
@@ -144,7 +144,7 @@ def with_offsets(mask: Mask, shape: CallShape) -> Mask:
     Raises:
         ValueError: a tensor of the mask does not fit the call, by name.
     """
-    changes: dict[str, Any] = {}
+    changes: Keywords = {}
     for name in ("either", "every"):
         inner_masks = getattr(mask, name)
         numbered = tuple(with_offsets(inner, shape) for inner in inner_masks)
