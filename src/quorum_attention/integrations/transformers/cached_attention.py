@@ -2,40 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch.nn.attention.flex_attention import BlockMask
 
 from quorum_attention.integrations.transformers.masks import DescribedMask
 from quorum_attention.integrations.transformers.segmented_tensor import SegmentedTensor
 from quorum_attention.long_prompts.attend import attend_segments
+from quorum_attention.long_prompts.key_mask import KeyMask
 from quorum_attention.long_prompts.places import Place
 from quorum_attention.mask import Mask
 
 _FIELDS = frozenset({"causal", "offset", "window", "key_padding"})
 
 
-@dataclass(frozen=True, slots=True)
-class CachedPairs:
-    """Which pairs attention over a cache keeps, as ``attend_segments`` takes them.
-
-    Attributes:
-        is_causal: keep keys at or before the query alone.
-        window: keep keys less than this many tokens before the query; None: no limit.
-        key_padding: (b, n_keys) bool, True where a key is kept; None: no padding.
-    """
-
-    is_causal: bool
-    window: int | None = None
-    key_padding: torch.Tensor | None = None
-
-
 def cached_pairs(
     attention_mask: torch.Tensor | DescribedMask | BlockMask | None,
     query: torch.Tensor,
     n_keys: int,
-) -> CachedPairs | None:
+) -> KeyMask | None:
     """Return the pairs that a model's mask keeps; None if they cannot be said so.
 
     Args:
@@ -51,7 +35,7 @@ def cached_pairs(
     if n_queries != 1 or isinstance(attention_mask, BlockMask):
         return None
     if attention_mask is None:
-        return CachedPairs(is_causal=True)
+        return KeyMask(n_queries, n_keys)
     is_padding = attention_mask.dtype == torch.bool and attention_mask.shape[1:3] == (
         1,
         1,
@@ -59,10 +43,10 @@ def cached_pairs(
     if not is_padding or attention_mask.shape[3] < n_keys:
         return None
     key_padding = attention_mask[:, 0, 0, :n_keys].expand(batch, n_keys)
-    return CachedPairs(is_causal=True, key_padding=key_padding)
+    return KeyMask(n_queries, n_keys, key_padding=key_padding)
 
 
-def _pairs_of_mask(mask: Mask, query: torch.Tensor, n_keys: int) -> CachedPairs | None:
+def _pairs_of_mask(mask: Mask, query: torch.Tensor, n_keys: int) -> KeyMask | None:
     if not mask.set_fields().keys() <= _FIELDS:
         return None
     batch, _, n_queries, _ = query.shape
@@ -71,7 +55,9 @@ def _pairs_of_mask(mask: Mask, query: torch.Tensor, n_keys: int) -> CachedPairs 
     if n_behind != -1 or (is_placed and (mask.offset or 0) != n_keys - n_queries):
         return None
     padding = mask.key_padding
-    return CachedPairs(
+    return KeyMask(
+        n_queries,
+        n_keys,
         is_causal=bool(mask.causal),
         window=None if n_before == -1 else n_before + 1,
         key_padding=None if padding is None else padding.expand(batch, n_keys),
@@ -81,7 +67,7 @@ def _pairs_of_mask(mask: Mask, query: torch.Tensor, n_keys: int) -> CachedPairs 
 def attend_cached(
     query: torch.Tensor,
     key: SegmentedTensor,
-    pairs: CachedPairs,
+    pairs: KeyMask,
     *,
     scaling: float | None,
     softcap: float | None,
