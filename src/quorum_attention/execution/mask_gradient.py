@@ -372,11 +372,7 @@ class _Walk:
         or 1), summed over what the mask broadcasts over."""
         block = rows.block
         key = block.of_keys(block.task.key, keys)  # (b, hk, keys, d)
-        p, ds, _, _ = rows.pairs(key, keys, derivative=False)
-        # 0 times a value that is not finite is NaN, and a hidden pair has no part in
-        # anything.
-        ds.masked_fill_(p == 0.0, 0.0)
-        ds = block.by_head(ds)  # (b, h, queries, keys)
+        ds = rows.score_gradients(key, keys)  # (b, h, queries, keys)
         sizes = self.target.shape[-4:]
         summed = [dim for dim, size in enumerate(sizes) if size == 1]
         if not summed:

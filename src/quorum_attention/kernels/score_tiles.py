@@ -339,6 +339,19 @@ class BackwardRows:
         ds.mul_(p)
         return p, ds, slope, drops
 
+    def score_gradients(self, key: torch.Tensor, keys: slice) -> torch.Tensor:
+        """Return the gradient of a tile's scores after their change, (b, h, rows,
+        keys); 0 of hidden pairs, which have no part in anything: ``pairs`` may have NaN
+        there, 0 times infinity.
+
+        Args:
+            key: (b, hk, keys, d), of the block.
+            keys: the tile.
+        """
+        p, ds, _, _ = self.pairs(key, keys, derivative=False)
+        ds.masked_fill_(p == 0.0, 0.0)
+        return self.block.by_head(ds)
+
     def delta_of(self, p: torch.Tensor, dp: torch.Tensor) -> torch.Tensor:
         """Return delta; by ``exact_delta`` of rows that have no keys but those of
         ``p``.

@@ -138,10 +138,7 @@ class _TableTiles(TiledKernel):
         block = rows.block
         task = block.task
         key = block.of_keys(task.key, keys)  # (b, hk, keys, d)
-        p, grad_scores, _, _ = rows.pairs(key, keys, derivative=False)
-        # A hidden pair has no part in anything, and 0 times infinity is NaN.
-        grad_scores.masked_fill_(p == 0.0, 0.0)
-        del p
+        grad_scores = rows.score_gradients(key, keys)
         scores = block.by_head((block.query @ key.mT).mul_(task.scale))
         with torch.inference_mode(False), torch.enable_grad():
             assert self._kernel.score_mod is not None
@@ -151,7 +148,7 @@ class _TableTiles(TiledKernel):
             parts = torch.autograd.grad(
                 modified,
                 self._kernel.tables,
-                block.by_head(grad_scores),
+                grad_scores,
                 allow_unused=True,
             )
         for total, part in zip(self.totals, parts, strict=True):
