@@ -59,7 +59,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     """
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
-    if isinstance(error, getattr(torch, "AcceleratorError", ())):
+    if isinstance(error, torch.AcceleratorError):
         return getattr(error, "error_code", None) == _CUDA_OUT_OF_MEMORY
     if type(error) is RuntimeError:
         text = str(error)

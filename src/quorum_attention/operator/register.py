@@ -51,9 +51,7 @@ _BACKWARD_SCHEMA = (
 )
 # The host plans, and may wait for the device: a CUDA graph of inductor's goes around
 # it.
-_TAGS = [torch.Tag.pt2_compliant_tag]
-if hasattr(torch.Tag, "cudagraph_unsafe"):
-    _TAGS.append(torch.Tag.cudagraph_unsafe)
+_TAGS = [torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe]
 
 
 def _save_for_backward(

@@ -49,10 +49,7 @@ class Cuda(Backend):
         stats = torch.cuda.memory_stats_as_nested_dict(device)
         reserved = stats["reserved_bytes"]["all"]["current"] if stats else 0
         allocated = stats["allocated_bytes"]["all"]["current"] if stats else 0
-        limit = total
-        if hasattr(torch.cuda, "get_per_process_memory_fraction"):
-            fraction = torch.cuda.get_per_process_memory_fraction(device)
-            limit = int(total * fraction)
+        limit = int(total * torch.cuda.get_per_process_memory_fraction(device))
         unused = free + reserved - allocated
         return max(0, min(unused, limit - allocated))
 
