@@ -99,6 +99,16 @@ def switch(value: Any, name: str) -> bool:
     raise TypeError(f"{name} must be True or False, got {shown(value)}")
 
 
+def check_callable(value: Any, name: str) -> None:
+    """Check that ``value`` is callable or None.
+
+    Raises:
+        TypeError: it is not.
+    """
+    if value is not None and not callable(value):
+        raise TypeError(f"{name} must be callable or None, got {shown(value)}")
+
+
 def one_of(value: Any, name: str, allowed: tuple[Any, ...]) -> Any:
     """Return ``value``, if it is among ``allowed`` (strings, bools, and perhaps None).
 

@@ -9,7 +9,13 @@ from typing import Any, Literal
 
 import torch
 
-from quorum_attention.argument_checks import one_of, real_number, shown, whole_number
+from quorum_attention.argument_checks import (
+    check_callable,
+    one_of,
+    real_number,
+    shown,
+    whole_number,
+)
 from quorum_attention.keywords import helps_with_fields
 from quorum_attention.plain_types import Keywords
 
@@ -128,10 +134,7 @@ class Mask:
         _check_tensor(self.key_padding, "Mask.key_padding", "bool", (1, 2))
         _check_tensor(self.bias, "Mask.bias", None, None)
         _check_tensor(self.sinks, "Mask.sinks", "floating-point", (1,))
-        if self.keeps is not None and not callable(self.keeps):
-            raise TypeError(
-                f"Mask.keeps must be callable or None, got {shown(self.keeps)}"
-            )
+        check_callable(self.keeps, "Mask.keeps")
         _check_inner_masks(self.either, "Mask.either")
         _check_inner_masks(self.every, "Mask.every")
         if (

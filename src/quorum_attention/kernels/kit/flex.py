@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from quorum_attention.argument_checks import shown, switch
+from quorum_attention.argument_checks import check_callable, shown, switch
 from quorum_attention.arithmetic import ceil_div
 from quorum_attention.decomposition import Rectangle
 from quorum_attention.kernels.cache import Cache
@@ -458,8 +458,8 @@ def from_score_mod(
         >>> q = torch.randn(1, 2, 300, 16)
         >>> out = qa.attention(q, q, q, kernel=kernel, depth=1)
     """
-    _check_callable(score_mod, "score_mod")
-    _check_callable(mask_mod, "mask_mod")
+    check_callable(score_mod, "score_mod")
+    check_callable(mask_mod, "mask_mod")
     if not isinstance(name, str) or not name:
         raise TypeError(f"name must be a str of at least a letter, got {shown(name)}")
     if compiled is None:
@@ -467,10 +467,3 @@ def from_score_mod(
     if switch(compiled, "compiled"):
         return FlexKernel(score_mod, mask_mod, name)
     return ScoreModKernel(score_mod, mask_mod, name)
-
-
-def _check_callable(modification: object, name: str) -> None:
-    if modification is not None and not callable(modification):
-        raise TypeError(
-            f"{name} must be callable or None, got {type(modification).__name__}"
-        )

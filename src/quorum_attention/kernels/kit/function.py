@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from quorum_attention.argument_checks import shown, switch
+from quorum_attention.argument_checks import check_callable, shown, switch
 from quorum_attention.decomposition import Rectangle
 from quorum_attention.kernels.call_shape import CallShape, Extent
 from quorum_attention.kernels.merge import MERGE_WORKSPACE_BYTES
@@ -94,14 +94,8 @@ class FunctionKernel(CallsKernel):
     ) -> None:
         if not callable(function):
             raise TypeError(f"function must be callable, got {type(function).__name__}")
-        for argument_name, argument in (
-            ("backward", backward),
-            ("workspace", workspace),
-        ):
-            if argument is not None and not callable(argument):
-                raise TypeError(
-                    f"{argument_name} must be callable or None, got {shown(argument)}"
-                )
+        check_callable(backward, "backward")
+        check_callable(workspace, "workspace")
         if name is not None and not isinstance(name, str):
             raise TypeError(f"name must be a str or None, got {shown(name)}")
         class_name = type(function).__name__
