@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from helpers.memory import usage
 
 import quorum_attention as qa
 from quorum_attention.kernels import get_kernel
+from quorum_attention.kernels.call_shape import CallShape, Extent
 from quorum_attention.kernels.cpu import CpuKernel
-from quorum_attention.kernels.operator_call import Call
+from quorum_attention.kernels.operator_call import Call, Saved
 
 
 def _inputs(
@@ -128,3 +130,25 @@ def test_an_older_operator_gets_no_grouped_heads(
         for causal in (False, True):
             call = Call(query, key, value, causal)
             assert not kernel.takes_groups(call, backward=backward)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_group_of_rows_stays_within_the_kernels_bytes(dtype: torch.dtype) -> None:
+    """The tiles of a thread have the rows of a group, not of a head. With 64 threads
+    they are most of what a short call takes."""
+    kernel = CpuKernel()
+    three = _inputs(32, 1, 1, 512, dtype)
+    call = Call(*three)
+    shape = CallShape("cpu", dtype, 32, 1, 16, 16, needs_grad=True)
+    extent = Extent(2, 32, 1, 512, 1, 512, direct=True)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(64)
+    try:
+        out, lse = kernel.whole_forward(call)
+        saved = Saved(torch.randn_like(out), out, lse)
+        forward = usage(lambda: kernel.whole_forward(call))
+        backward = usage(lambda: kernel.whole_backward(call, saved))
+        assert forward.peak <= kernel.forward_workspace_bytes(shape, extent)
+        assert backward.peak <= kernel.backward_workspace_bytes(shape, extent)
+    finally:
+        torch.set_num_threads(threads)

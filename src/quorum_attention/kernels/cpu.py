@@ -320,9 +320,15 @@ def _sizes(shape: CallShape, extent: Extent) -> OperatorSizes:
     )
 
 
+def _tile_queries(sizes: OperatorSizes) -> int:
+    """Return the most query rows of a tile. Those of a group may be rows of one
+    head."""
+    return min(_TILE_QUERIES, sizes.group * sizes.extent.max_queries)
+
+
 def _forward_tile_bytes(sizes: OperatorSizes) -> int:
     """Return the bytes of a forward's temporaries of one thread."""
-    queries = min(_TILE_QUERIES, sizes.extent.max_queries)
+    queries = _tile_queries(sizes)
     keys = min(_TILE_KEYS, sizes.extent.max_keys)
     width = sizes.shape.width
     # Scores, row maxima and sums, and output.
@@ -335,7 +341,7 @@ def _forward_tile_bytes(sizes: OperatorSizes) -> int:
 
 def _backward_tile_bytes(sizes: OperatorSizes) -> int:
     """Return the bytes of a backward's temporaries of one thread."""
-    queries = min(_TILE_QUERIES, sizes.extent.max_queries)
+    queries = _tile_queries(sizes)
     keys = min(_TILE_KEYS, sizes.extent.max_keys)
     width = sizes.shape.width
     nbytes = queries * (2 * keys + 1) * sizes.state_itemsize
