@@ -113,6 +113,7 @@ def test_shapes_of_gradients_read_arguments_by_the_names_of_the_schema() -> None
     assert list(inspect.signature(fake_backward).parameters) == names
 
 
+@pytest.mark.slow
 def test_a_value_may_vary_and_the_budget_is_that_of_the_graph() -> None:
     report, q = qa.Report(), three(grad=False)[0]
     call = compiled(lambda q, budget: qa.attention(q, q, q, depth=1, budget=budget))

@@ -31,6 +31,7 @@ def test_plan_and_estimate_speak_json(capsys: pytest.CaptureFixture[str]) -> Non
 VERDICT = r"fits in 24.00 GiB of the device; [\d.]+ [GM]iB free; host [\d.]+ GiB of 106.67 GiB"
 
 
+@pytest.mark.slow
 def test_estimate_of_a_long_prompt(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

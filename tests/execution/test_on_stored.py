@@ -143,6 +143,7 @@ def drawn_plans(
     return plans
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("streams", [False, True])
 @pytest.mark.parametrize(
     "where", ["cpu", "late", "out of memory", "page locks", "buffers"]

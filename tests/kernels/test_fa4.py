@@ -168,6 +168,7 @@ def test_its_output_lies_as_the_query_does(stand_in, by_token) -> None:  # type:
     assert out.stride() == query.stride()
 
 
+@pytest.mark.slow
 def test_its_import_does_not_load_torchs_compiler() -> None:
     """A package that it imports decorates functions by ``torch.compiler.disable``:
     1.3 s of a first call."""

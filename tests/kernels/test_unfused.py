@@ -23,6 +23,7 @@ from quorum_attention.kernels.unfused import MOST_PAIRS, UnfusedKernel
 _LEARNED = BiasShape(False, True, True, False, needs_grad=True)
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("block", range(3))
 def test_drawn_calls_are_as_exact_as_their_roundings(block: int) -> None:
     for number in range(30 * block, 30 * block + 30):

@@ -108,6 +108,7 @@ print(json.dumps([alike, list(usual.values()), wrong]))
 """
 
 
+@pytest.mark.slow
 def test_no_import_changes_what_a_public_name_is() -> None:
     ran = run_python(ORDERS)
     assert ran.returncode == 0, ran.stderr

@@ -326,6 +326,7 @@ def test_what_does_not_suit_runs_whole(what: str, tiled: list[bool]) -> None:
     assert len(said) == 1
 
 
+@pytest.mark.slow
 def test_when_a_layer_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     """A layer of Qwen3-4B's shape on a device with 16 GiB free."""
     sizes = {"vocab_size": 151936, "hidden_size": 2560, "intermediate_size": 9728, "head_dim": 128,

@@ -246,6 +246,7 @@ def test_a_budget_is_of_one_call_as_the_model_will_give_it() -> None:
         step_memory(SHAPE, replace(on, budget=3 * GIB))
 
 
+@pytest.mark.slow
 def test_the_command_prints_a_table_and_json(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
