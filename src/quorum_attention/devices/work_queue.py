@@ -1,8 +1,7 @@
 """The work items of a pass: who computes what next.
 
-Each device has blocks of its own, the same ones in every call, because its worker has
-the memory of those mapped and page-locked. A device without blocks of its own takes
-from the end of the fullest.
+Each device has blocks of its own, the same ones in every call of the same sizes. A
+device without blocks of its own takes from the end of the fullest.
 
 A device has one work item at a time. Copies overlap with kernels inside an item;
 between two items a device waits 5 to 8 ms for messages, of the seconds that an item
