@@ -110,10 +110,13 @@ def test_the_form_of_a_backward(
         seen.append((call.query.shape[1], call.key.shape[1]))
         return backward(kernel, call, saved)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(CpuKernel, "rectangle_backward", see)
     n_keys = n_queries if causal else 200
     three = _inputs(8, 2, n_queries, n_keys, dtype)
     grad_out = torch.randn(2, 8, n_queries, 16).to(dtype)
+    _gradients(
+        three, grad_out, causal=causal
+    )  # before its first call a kernel is tested
+    monkeypatch.setattr(CpuKernel, "rectangle_backward", see)
     _gradients(three, grad_out, causal=causal)
     assert seen == [heads_of_backward]
 

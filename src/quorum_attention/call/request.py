@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -81,8 +81,8 @@ class Request:
         on_stored: called with head groups whose results are in the given tensors
             (``PassJob``); None: nobody asks.
         decisions: of a request that serves later calls too (``dispatch``), those of its
-            passes that are one kernel call, each with the function that computes such a
-            pass; None: it serves one call.
+            passes that are one kernel call, None for one that had to be planned; None:
+            it serves one call.
     """
 
     shape: CallShape
@@ -101,7 +101,7 @@ class Request:
     runner: Runner | None = None
     lse: torch.Tensor | None = None
     on_stored: OnStored | None = None
-    decisions: dict[Hashable, tuple[Problem, Callable[..., Any]] | None] | None = None
+    decisions: dict[Hashable, Problem | None] | None = None
 
     @property
     def splits_out(self) -> bool:

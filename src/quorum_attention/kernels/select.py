@@ -31,7 +31,7 @@ LONG_FLOPS = 1e12
 H200."""
 LONG_BACKWARD_FLOPS = 2.5e11
 """Operations of a forward from which on "auto" takes FlashAttention-4 for the backward:
-there it is faster than others at all lengths, by half a millisecond from here on."""
+there it is faster than cuDNN in short calls too, by 0.06 to 0.7 ms from here on."""
 
 
 def why_not(

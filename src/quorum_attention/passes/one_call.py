@@ -7,8 +7,7 @@ than short calls do.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
-from typing import Any
+from collections.abc import Hashable, Mapping
 
 import torch
 
@@ -52,12 +51,10 @@ def run_cached_call(
     if not request.decisions:
         return None
     key = _pass_key(request, backward_inputs)
-    cached = request.decisions.get(key)
-    if cached is None:
+    problem = request.decisions.get(key)
+    if problem is None:
         return None
-    problem, compute = cached
-    results = _run_on_device(
-        compute,
+    results = run_single_kernel_call(
         tensors,
         request,
         problem,
@@ -78,10 +75,8 @@ def cache_call(
     """Cache a decision for one kernel call, if the request serves later calls too and
     none of them had to be planned."""
     if request.decisions is not None and is_single_kernel_call(decision, request):
-        problem = decision.problem
-        compute = _compute_of(request, problem, {}, backward_inputs)
         key = _pass_key(request, backward_inputs)
-        request.decisions.setdefault(key, (problem, compute))
+        request.decisions.setdefault(key, decision.problem)
 
 
 def run_single_kernel_call(
@@ -102,45 +97,24 @@ def run_single_kernel_call(
         The results, the gradient of the mask after the others; None if the pass has to
         be planned, because memory ran out, or gradients in 16 bits are not finite.
     """
-    compute = _compute_of(request, problem, results, backward_inputs)
-    return _run_on_device(
-        compute,
-        tensors,
-        request,
-        problem,
-        results,
-        backward_inputs,
-    )
-
-
-def _compute_of(
-    request: Request,
-    problem: Problem,
-    results: Mapping[str, torch.Tensor],
-    backward_inputs: BackwardInputs | None,
-) -> Callable[..., _Results]:
-    """Return what computes a pass that is one kernel call."""
-    if not results and _is_plain(request, problem, backward_inputs):
-        return _run_plain_call
-    return _run_job
-
-
-def _run_on_device(
-    compute: Callable[..., _Results],
-    tensors: Tensors,
-    request: Request,
-    problem: Problem,
-    results: Mapping[str, torch.Tensor],
-    backward_inputs: BackwardInputs | None,
-) -> _Results:
-    """Run a pass by ``compute``; None if memory ran out."""
     backend = problem.backend
-    inputs = (tensors, request, problem, results, backward_inputs)
     try:
         # To enter contexts that do nothing takes short calls of a CPU microseconds.
         if is_without_grad_and_autocast() and not backend.own_memory:
-            return compute(*inputs)
-        return _run_in_contexts(compute, *inputs)
+            return _compute(
+                tensors,
+                request,
+                problem,
+                results,
+                backward_inputs,
+            )
+        return _compute_in_contexts(
+            tensors,
+            request,
+            problem,
+            results,
+            backward_inputs,
+        )
     except Exception as error:
         if not is_out_of_memory(error):
             raise
@@ -149,20 +123,26 @@ def _run_on_device(
 
 
 @restores_grad_and_autocast
-def _run_in_contexts(
-    compute: Callable[..., _Results],
+def _compute_in_contexts(
     tensors: Tensors,
     request: Request,
     problem: Problem,
-    *inputs: Any,
+    results: Mapping[str, torch.Tensor],
+    backward_inputs: BackwardInputs | None,
 ) -> _Results:
-    """Run a pass by ``compute`` on its device, without gradients and autocast."""
+    """Compute the results on the device of the pass, without gradients and autocast."""
     current = problem.backend.current(request.options.device)
     with current, no_grad_no_autocast():
-        return compute(tensors, request, problem, *inputs)
+        return _compute(
+            tensors,
+            request,
+            problem,
+            results,
+            backward_inputs,
+        )
 
 
-def _run_job(
+def _compute(
     tensors: Tensors,
     request: Request,
     problem: Problem,
@@ -170,6 +150,8 @@ def _run_job(
     backward_inputs: BackwardInputs | None,
 ) -> _Results:
     """Compute the results of a pass that is one kernel call."""
+    if not results and _is_plain(request, problem, backward_inputs):
+        return _compute_plain(tensors, request, problem, backward_inputs)
     job = job_of(tensors, request, problem, results, backward_inputs)
     if backward_inputs is None or backward_inputs.grad_mask is False:
         return single_kernel_call(job)
@@ -194,15 +176,13 @@ def _is_plain(
     return problem.place.rescaled_grad_bytes is None
 
 
-def _run_plain_call(
+def _compute_plain(
     tensors: Tensors,
     request: Request,
     problem: Problem,
-    results: Mapping[str, torch.Tensor],
     backward_inputs: BackwardInputs | None,
 ) -> _Results:
-    """Compute the results of a pass that is one kernel call and needs no job; there are
-    no preallocated results."""
+    """Compute the results of a pass that is one kernel call and needs no job."""
     query, key, value = tensors[:3]
     call = Call(query, key, value, request.shape.is_causal, request.scale)
     if backward_inputs is None:
