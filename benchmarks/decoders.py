@@ -479,17 +479,16 @@ def counts_of(rows: list[dict[str, Any]]) -> dict[str, int]:
     """Return how many models there are of each kind."""
     right = [row for row in rows if row["long_context"] == "right"]
     counts = {
-        "decoders that build tiny": len(rows),
+        "decoders that were built": len(rows),
         "`long_context`: right": len(right),
-        "`long_context`: broken by it": len(rows) - len(right),
+        "`long_context`: wrong": len(rows) - len(right),
         "after `undo`: right": sum(row["undo"] == "right" for row in rows),
         "`register` alone: right": sum(register_cell(row) == "right" for row in rows),
-        "`register` alone: no attention by name, so nothing changes": sum(
-            register_cell(row) == "-" for row in rows
-        ),
+        "`register` alone: the model does not take its attention by name, so nothing "
+        "changes": sum(register_cell(row) == "-" for row in rows),
     }
     for name in NAMES:
-        counts[f"{name}: took hold"] = sum(row["changes"][name] for row in rows)
+        counts[f"{name}: made"] = sum(row["changes"][name] for row in rows)
     return counts
 
 
@@ -509,18 +508,20 @@ def page(results: list[dict[str, Any]]) -> str:
     lines = [
         "# Decoders of Transformers",
         "",
-        "`benchmarks/decoders.py` builds each type of `AutoModelForCausalLM` tiny, "
-        "with random weights, and compares one step: loss and all",
-        "gradients, in float32 on a CPU, of the model as it is, with `register` alone, "
-        "with `long_context`, and after `undo`.",
-        "torch has its kernel of RMS norms on GPUs alone, so fused norms took hold "
-        "nowhere here.",
+        "`benchmarks/decoders.py` builds each type of `AutoModelForCausalLM` in a "
+        "small size, with random weights. It compares loss and all",
+        "gradients of one step, in float32 on a CPU, in four states: the unchanged "
+        "model, with `register` alone, with `long_context`, and after `undo`.",
+        "torch has a kernel for RMS norms only on GPUs, so fused norms were left out "
+        "everywhere here.",
         "",
         *summary_of(results),
         "",
         f"## Each model of {newest['versions']['transformers']}",
         "",
-        "A number is a reason why a change was left out; reasons are below the table.",
+        '"right" and "yes" mean that the change was made, and results are right. '
+        "A number is the reason why it was left out; the reasons are below",
+        'the table. "-" means that the model does not take its attention by name.',
         "",
         f"| model | `register` | {' | '.join(NAMES)} |",
         "|---" * (2 + len(NAMES)) + "|",

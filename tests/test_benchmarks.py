@@ -221,4 +221,4 @@ def test_a_decoder_that_takes_its_attention_by_name_and_one_that_does_not() -> N
     assert cells["| bloom"][0] == "-"
     for kind in ("llama", "bloom"):
         assert f"| {kind} | {cells[f'| {kind}'][0]} |" in stored
-    assert "| `long_context`: broken by it | 0 | 0 |" in stored
+    assert "| `long_context`: wrong | 0 | 0 |" in stored
