@@ -46,8 +46,8 @@ def attention(
 
     The arguments up to ``enable_gqa`` are those of torch's
     ``scaled_dot_product_attention``. A call that fits the budget is one kernel call. A
-    larger one is cut into head groups and, by cyclic quorum sets, into independent
-    tasks over parts of the sequence, whose results merge exactly.
+    larger call is cut into head groups. If that is not enough, cyclic quorum sets cut
+    its tokens into independent tasks. The results of tasks merge exactly.
 
     Args:
         query: (..., heads, n_queries, head_dim); fp16, bf16, fp32 or fp64; on a CUDA
@@ -61,14 +61,14 @@ def attention(
         attn_mask: boolean (True keeps) or additive, broadcastable to (..., heads,
             n_queries, n_keys), on any device. It is never expanded as a whole. An
             additive mask gets a gradient in its dtype and on its device
-            (docs/gradients.md). Or a ``quorum_attention.Mask`` for windows, documents,
-            padding, soft caps, sinks and more, without a tensor of n_queries x n_keys
-            (docs/masks.md).
+            (docs/gradients.md). Or give a ``quorum_attention.Mask`` for windows,
+            documents, padding, soft caps, sinks and more, without a tensor of n_queries
+            x n_keys (docs/masks.md).
         dropout_p: probability, from 0 to 1, that an attention weight is dropped; the
             others are divided by ``1 - dropout_p``. As in torch's function, a module's
-            training mode does not matter. Seed and positions alone decide which are
-            dropped, so the same pairs are dropped however the call is cut, and in the
-            backward (docs/dropout.md).
+            training mode does not matter. Only the seed and positions decide which
+            weights are dropped. So the same pairs are dropped however the call is cut,
+            and in the backward (docs/dropout.md).
         is_causal: query i sees keys j <= i (top-left, as in torch); may be combined
             with a mask.
         scale: factor of the scores; None is head_dim ** -0.5.
@@ -81,54 +81,55 @@ def attention(
             device, in host memory or mapped. It must not overlap itself or the inputs,
             and must be writable (this cannot be checked for ``torch.frombuffer`` of
             bytes). If gradients are recorded, the call returns another tensor over the
-            same memory, which carries the graph. ``out`` can be given again once the
-            backward is done; before, the backward raises torch's error about a changed
-            tensor.
-        out_dtype: dtype of the result; None is the query's. Merging is in fp32 (fp64
-            for fp64 inputs) in any case; with torch.float32 the last rounding is left
-            out.
+            same memory, which carries the graph. ``out`` can be given to another call
+            after the backward. If it is given earlier, the backward raises torch's
+            error about a changed tensor.
+        out_dtype: dtype of the result; None is the query's. Merging is always in fp32
+            (fp64 for fp64 inputs). With torch.float32 the merged result is not rounded
+            again.
 
     Keyword Args:
         budget: device memory that the call may take beyond what is allocated when it
             begins: bytes, or text such as "2GiB". None is nine tenths of the free
             memory. On a CPU this is host memory. Forward and backward each have the
-            whole budget, and so has each of several devices; a list has one budget for
-            each device.
-        plan: from ``quorum_attention.plan``; fixes the forward, and kernel and levels
-            of the backward.
-        depth: levels of cutting; 0 is the uncut call. With a number, a call that runs
-            out of memory raises, and is not recovered.
+            whole budget. So has each of several devices; a list gives each device its
+            own.
+        plan: from ``quorum_attention.plan``. The forward runs this plan. The backward
+            takes its kernel and levels.
+        depth: levels of cutting; 0 is the uncut call. If a depth is given, a call that
+            runs out of memory raises, and is not recovered.
         kernel: name of a registered kernel (``quorum_attention.kernels()``) or an
             InnerKernel; "auto" takes the first that can run the call (docs/kernels.md).
         accumulator: where unfinished rows are kept between tasks: "device", "host" or
             "auto".
         devices: where to compute. None is the inputs' device, or for host inputs the
-            current CUDA device if there is one. A list such as ["cuda:0", "cuda:1"], or
-            "all" CUDA devices of this machine, share the call: the first such call
-            starts a worker process for each (docs/devices.md). Or a
-            ``quorum_attention.devices.Pool``.
+            current CUDA device if there is one. A list such as ["cuda:0", "cuda:1"]
+            shares the call among these devices; "all" shares it among all CUDA devices
+            of this machine. The first such call starts a worker process for each device
+            (docs/devices.md). A ``quorum_attention.devices.Pool`` may be given too.
         progress: True for a progress bar (plain lines in files), or a callable
             (done, total, label).
         report: a ``Report``, to be filled with what the call did.
-        exact_delta: True for 16-bit inputs whose attention is saturated: the backward
-            reads the output before it was rounded to 16 bits. That takes two bytes more
-            for each number of the output until then (docs/gradients.md). None is True
-            where ``out_dtype`` is torch.float32 and a kernel can.
+        exact_delta: True for 16-bit inputs whose attention is saturated. The backward
+            then reads the output before it was rounded to 16 bits. Until the backward,
+            that takes two more bytes for each number of the output (docs/gradients.md).
+            None means True if ``out_dtype`` is torch.float32 and a kernel supports it.
 
     Returns:
-        (..., heads, n_queries, value_dim), on the query's device; 0 in rows without a
-        key (with NaN or infinity in the query, kernel "dense" gives NaN there, as torch
-        does). It is dense in memory, with the query's order of dimensions however it
-        was computed: where the query is ``x.view(batch, tokens, heads,
-        head_dim).transpose(1, 2)``, the result's ``transpose(1, 2).view(batch, tokens,
-        -1)`` is no copy. (docs/limits.md has two exceptions.) Subclasses of tensors
-        take part as in torch's functions, by ``__torch_function__``.
+        (..., heads, n_queries, value_dim), on the query's device. A row without a key
+        is 0. (If the query of such a row has NaN or infinity, kernel "dense" gives NaN,
+        as torch does.) In memory the result has the query's order of dimensions,
+        without gaps. So if the query is ``x.view(batch, tokens, heads,
+        head_dim).transpose(1, 2)``, then ``transpose(1, 2).view(batch, tokens, -1)`` of
+        the result is no copy. (docs/limits.md has two exceptions.) Subclasses of
+        tensors work as in torch's functions, by ``__torch_function__``.
 
     Raises:
-        ValueError, TypeError: an argument does not fit; before anything is allocated.
-        NotImplementedError: no kernel supports the call, or this is under
-            torch.jit.trace, in forward mode or a second derivative. The message says
-            what works instead.
+        ValueError, TypeError: an argument is wrong. They are raised before anything is
+            allocated.
+        NotImplementedError: no kernel supports the call; or the call is made under
+            torch.jit.trace, in forward mode or for a second derivative. The message
+            says what works instead.
         BudgetError: the budget is too small; names the smallest that works.
         OutOfMemoryError: memory ran out, and no finer cut is possible.
 
@@ -253,8 +254,7 @@ def attention_backward(
     grad_sinks: bool = False,
     **options: Unpack[CallKeywords],
 ) -> tuple[torch.Tensor, ...]:
-    """The gradients of ``attention``, without autograd; into preallocated tensors if
-    given.
+    """Compute the gradients of ``attention``, without autograd.
 
     Args:
         grad_out: upstream gradient, shape of ``out``; fp16, bf16, fp32 or fp64.
@@ -262,12 +262,14 @@ def attention_backward(
         out, lse: as ``attention_with_lse`` returned them.
         dropout_p, dropout_seed: those of the forward; with dropout the seed is
             required.
-        grads: (grad_query, grad_key, grad_value) to fill, of one dtype, on the device,
-            in host memory or mapped from files (for gradients larger than memory). They
-            must not overlap each other or the inputs; see ``out`` of ``attention``.
+        grads: preallocated (grad_query, grad_key, grad_value), of one dtype, on the
+            device, in host memory or mapped from files (for gradients larger than
+            memory). They must not overlap each other or the inputs; see ``out`` of
+            ``attention``.
         grad_lse: the upstream gradient of ``lse``, of its shape, or None.
-        grad_mask: True also returns the gradient of the additive ``attn_mask``. A
-            tensor of its shape, of any floating dtype, is filled with it.
+        grad_mask: True also returns the gradient of the additive ``attn_mask``. If this
+            is a tensor (of the mask's shape and any floating dtype), the gradient is
+            written into it.
         grad_sinks: True also returns the gradient of a Mask's ``sinks``.
 
     Options and errors are those of ``attention``.
@@ -336,15 +338,16 @@ def native_attention(
     out_dtype: torch.dtype | None = None,
     allow_tf32: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``attention_with_lse`` by one call of the native kernel, on the device of the
-    inputs.
+    """Compute ``attention_with_lse`` by one call of the native kernel, on the device of
+    the inputs.
 
     Args:
         query, key, value, is_causal, scale, out_dtype: as of ``attention``; grouped
             heads too.
-        query_bits, key_bits: (n,), (m,) int64 group bits, copied: a pair is kept where
-            they have no bit in common (paper, section 3.3). Both or neither.
-        allow_tf32: for fp32 inputs, faster and less exact products.
+        query_bits, key_bits: (n,), (m,) int64 group bits, which are copied. A pair is
+            kept if the two have no bit in common (paper, section 3.3). Give both or
+            neither.
+        allow_tf32: for fp32 inputs: products are faster and less exact.
 
     Raises:
         NotImplementedError: the kernel cannot run the call; says why.

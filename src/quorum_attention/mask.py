@@ -38,58 +38,57 @@ class Mask:
     """Which pairs of queries and keys a call keeps, and what changes their scores.
 
     Give it as ``attn_mask`` of ``attention`` and its companions. A pair is kept if
-    every given field keeps it. No tensor of queries times keys is made, but in short
-    calls on a GPU, of at most 64 MiB (docs/masks.md). Scores are scaled, then capped;
-    then ``bias`` is added; then ``sinks`` take part in the softmax. A row without a
-    kept key has output 0 and log-sum-exp -inf; with sinks, its log-sum-exp is the sink.
+    every given field keeps it. No tensor of queries times keys is made. Short calls on
+    a GPU are the exception: they may make one of at most 64 MiB (docs/masks.md). Scores
+    are scaled, then capped; then ``bias`` is added; then ``sinks`` take part in the
+    softmax. A row without a kept key has output 0 and log-sum-exp -inf. With sinks its
+    log-sum-exp is the sink.
 
     A mask may be given to many calls. If one of its tensors was changed in place, the
-    next call reads it again. A replay of a CUDA graph would not: while one is captured,
-    a mask with documents, lengths or padding is refused.
+    next call reads it again. A replay of a CUDA graph would not. So a mask with
+    documents, lengths or padding is refused while a CUDA graph is captured.
 
     Attributes:
-        causal: keep keys at or before the place of the query. True or "upper_left"
-            places query i at key i, as torch's ``is_causal`` does. "lower_right" places
-            the last query at the last key (queries that follow a cache of keys), as
-            ``offset="lower_right"`` does.
-        offset: the place of a query among the keys less the query's number, for
-            ``causal``, ``window`` and ``chunk``: a number for all queries; integers
-            (n_queries,), (batch, n_queries) or (batch, 1); or "lower_right". None: 0,
-            or "lower_right" where ``causal`` says so. "lower_right" counts tokens of
-            each document alone, and the first ``key_lengths[b]`` keys alone: the last
-            query of a document stands at its last key, the query before at the key
-            before, and so on; queries that no key is left for stand before the
-            document's first key. So documents are what calls of their own would be, as
-            in FlashAttention's ``varlen`` functions, and entries end where their keys
-            do, as in its ``kvcache`` function. ``key_padding`` moves no query, nor do
-            fields of other masks (``either``, ``every``, ``&``, ``|``).
-        window: keep keys within this many tokens before and after the place of the
-            query: a number for both, or (left, right); -1 is no limit on that side.
-        chunk: keep keys in the chunk of this many keys in which the place of the query
-            lies. Chunks are counted from the first key of the call, also with
-            documents.
+        causal: keep keys at or before the key that the query stands at. With True or
+            "upper_left" query i stands at key i, as with torch's ``is_causal``. With
+            "lower_right" the last query stands at the last key (for queries that follow
+            a cache of keys), as with ``offset="lower_right"``.
+        offset: query i stands at key i + ``offset``, for ``causal``, ``window`` and
+            ``chunk``. It is a number for all queries; integers (n_queries,), (batch,
+            n_queries) or (batch, 1); or "lower_right". None: 0, or "lower_right" if
+            ``causal`` is. "lower_right" aligns each document by itself, among the first
+            ``key_lengths[b]`` keys of batch entry b: the last query of a document
+            stands at the document's last key, the query before it at the key before,
+            and so on. If a document has more queries than keys, its first queries see
+            no key. FlashAttention's ``varlen`` and ``kvcache`` functions align in this
+            way. ``key_padding`` moves no query, nor do fields of other masks
+            (``either``, ``every``, ``&``, ``|``).
+        window: keep keys within this many tokens before and after the key that the
+            query stands at: a number for both, or (left, right); -1 is no limit on that
+            side.
+        chunk: keep keys in the chunk that the query stands in. Each chunk has this many
+            keys. The first begins at the first key of the call, also with documents.
         documents: keep pairs with equal ids: integers (N,) or (batch, N) for queries
-            and keys, or one such tensor for the queries and one for the keys. Ids may
-            be in any order; long runs of equal ids are fastest.
+            and keys; or a pair of such tensors, one for the queries and one for the
+            keys. Ids may be in any order; long runs of equal ids are fastest.
         key_lengths: (batch,) integers: keep the first ``key_lengths[b]`` keys of batch
             entry b.
         key_padding: (batch, n_keys) or (n_keys,) bool: keep keys where it is True.
-        keeps: any other rule, as FlexAttention's ``mask_mod(batch, head, query, key)``,
-            in numbers of the whole call (queries and keys each counted from 0). It is
-            evaluated tile by tile, unless it is a mask of
-            ``quorum_attention.kernels.kit`` that knows its blocks. On a GPU the table
-            of blocks is kept while the tensors it closes over stay the same
-            (docs/masks.md).
+        keeps: any other rule, as FlexAttention's ``mask_mod(batch, head, query, key)``.
+            Its arguments count from 0 in the whole call. It is evaluated tile by tile,
+            unless it is a mask of ``quorum_attention.kernels.kit`` that knows its
+            blocks. On a GPU a table of blocks is kept while the tensors in the
+            function's closure stay the same (docs/masks.md).
         either: keep pairs that at least one of these masks keeps (``Mask | Mask``).
         every: keep pairs that all of these masks keep (``Mask & Mask``, where the two
             have the same field).
-        bias: a tensor as for ``attn_mask``: additive, or boolean (True keeps).
+        bias: a tensor as ``attn_mask`` may be: additive, or boolean (True keeps).
         softcap: scores become ``softcap * tanh(score / softcap)``.
-        sinks: (query heads,) one logit for each head, which takes part in the softmax
-            without a value; it may require a gradient.
+        sinks: (query heads,) one more logit in the softmax of each head, as if of a key
+            whose value is 0; it may require a gradient.
 
     Raises:
-        TypeError, ValueError: a field that makes no sense, by name.
+        TypeError, ValueError: a field is wrong; the error names it.
 
     Examples:
         >>> lengths = torch.tensor([300, 200])

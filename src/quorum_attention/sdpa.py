@@ -52,27 +52,29 @@ _open_min_tokens: list[int] = []
 
 
 class patched_sdpa(using):  # noqa: N801 (used as a function is, as torch.no_grad)
-    """``attention`` in place of torch's ``scaled_dot_product_attention`` within a
+    """Replace torch's ``scaled_dot_product_attention`` by ``attention`` within a
     ``with`` block.
 
-    It is ``using`` with the patch: the options hold for ``attention`` too, inner blocks
-    win, blocks may end in any order, and threads that begin inside do not have it
-    (``patch_sdpa`` is for all). Modules that imported the function by name before keep
-    torch's own. The fast path of ``nn.MultiheadAttention`` and
-    ``nn.TransformerEncoderLayer`` in evaluation, which would not call the function, is
-    off while any block is open, in all threads. A call of ``nn.MultiheadAttention``
-    that asks for weights makes them as ever, and a warning says so.
+    The block is a block ``using`` too: its options also hold for calls of
+    ``attention``, and inner blocks win. Blocks may end in any order. Threads that begin
+    inside the block keep torch's function (``patch_sdpa`` replaces it in all threads).
+    So do modules that imported the function by name before the block. In evaluation
+    ``nn.MultiheadAttention`` and ``nn.TransformerEncoderLayer`` have a fast path that
+    does not call the function. While any block is open, this path is off in all
+    threads. If a call of ``nn.MultiheadAttention`` asks for weights, torch still
+    computes them, and a warning says so.
 
-    torch's own function still computes calls of one query or of fewer tokens than
-    ``min_tokens``, of tensors that are not plain (subclasses, nested, sparse, on other
-    devices), in forward mode, under nested derivatives of torch.func, with only the
-    math backend enabled (which has second derivatives), while a CUDA graph is captured,
-    and calls that ``attention`` does not support. A budget that is too small raises.
+    torch's own function still computes some calls: those with one query or with fewer
+    tokens than ``min_tokens``; those with tensors that are not plain (subclasses,
+    nested, sparse, on other devices); those in forward mode, under nested derivatives
+    of torch.func, while a CUDA graph is captured, or while only torch's math backend is
+    enabled (it has second derivatives); and those that ``attention`` does not support.
+    A budget that is too small raises an error.
 
     Args:
-        min_tokens: calls with fewer go to torch's own; the longer of queries and keys
-            counts.
-        enabled: False leaves all calls inside to torch's own.
+        min_tokens: torch's function computes calls with fewer tokens; the longer of
+            queries and keys counts.
+        enabled: False: torch's function computes all calls in the block.
         flex: True takes over FlexAttention's function too, as
             ``patched_flex_attention`` does, for calls of ``min_tokens`` or more.
 
@@ -118,12 +120,12 @@ def patch_sdpa(
     flex: bool = False,
     **options: Unpack[SettingsKeywords],
 ) -> None:
-    """Have ``attention`` in place of ``scaled_dot_product_attention`` in all threads,
-    from now on.
+    """Replace ``scaled_dot_product_attention`` by ``attention`` in all threads, until
+    ``unpatch_sdpa``.
 
-    The options of any block win over these. Called again, it replaces them.
+    The options of blocks win over these. Another call replaces these options.
 
-    Args, errors: as of ``patched_sdpa``.
+    Arguments and errors are those of ``patched_sdpa``.
 
     Examples:
         >>> qa.patch_sdpa(budget="2GiB")

@@ -153,20 +153,20 @@ def _check_exact(kernel: Any) -> None:
 class using:  # noqa: N801 (used as a function is, as torch.no_grad)
     """Defaults for all calls within a ``with`` block, or a decorated function.
 
-    A call's own arguments win, then the inner block, field by field. A field that a
-    block does not name keeps its outer value. The backward of a call has the settings
-    of its forward. Settings are context variables: a new thread begins without them, an
-    asyncio task inherits them. ``kernel`` must compute plain attention: settings say
-    how calls are run, never what they compute.
+    A call's own arguments win over blocks, and an inner block over an outer one. A
+    field that a block does not name keeps its outer value. The backward of a call has
+    the settings of its forward. Settings are context variables: a new thread begins
+    without them, an asyncio task inherits them. ``kernel`` must compute plain
+    attention, because settings say how calls run, not what they compute.
 
     ``budget``, ``depth``, ``kernel``, ``accumulator``, ``progress`` and ``exact_delta``
-    are those of ``quorum_attention.attention``. Their defaults there (None, "auto")
-    undo what an outer block set.
+    are those of ``quorum_attention.attention``. None and "auto", the defaults of these
+    arguments, undo what an outer block set.
 
     Keyword Args:
         devices: one device, or None.
-        report: a ``Report``, to whose ``total`` every pass of these calls is added.
-            Memory and stages are measured only for a call's own ``report``.
+        report: a ``Report``. Its ``total`` counts every pass of these calls. Memory and
+            stages are measured only for a ``report`` that a call gets as its argument.
 
     Raises:
         TypeError, ValueError, NotImplementedError: a value that makes no sense, by

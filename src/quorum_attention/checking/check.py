@@ -63,12 +63,13 @@ def check_kernel(
 ) -> CheckResult:
     """Test whether a kernel's results are the same however the call is cut.
 
-    The kernel is compared with itself: the uncut call with calls at depths 1 to 3, in
-    several chunk counts and both layouts, with heads and batch entries together and one
-    by one, at a prime length. Errors that no cut shows are tested too: a call is
-    repeated, views of larger tensors give the same, the backward is compared with
-    differences of the forward, and the scale must have an effect. Results may differ
-    only by rounding, as much as dtype and scores explain.
+    The kernel is compared with itself. An uncut call of a prime length is compared with
+    calls at depths 1 to 3, with several numbers of chunks, in both layouts, and with
+    heads and batch entries together and one by one. Some errors are in uncut calls too,
+    so there are more tests: a call is repeated, views of larger tensors must give the
+    same, the backward is compared with differences of the forward, and the scale must
+    have an effect. Results may differ only by rounding, as much as dtype and scores
+    explain.
 
     Args:
         kernel: name of a registered kernel, or an ``InnerKernel``.
@@ -81,18 +82,20 @@ def check_kernel(
         value_dim: width of values; None is ``head_dim``.
         dtype: of the inputs.
         device: default CUDA if there is one.
-        is_causal: causal calls (True) or plain calls (False) alone; default both.
+        is_causal: True tests only causal calls, False only calls that are not causal;
+            the default is both.
         backward: whether to test gradients as well.
-        levels: the decompositions to test.
-        other_sizes: whether to test fewer key heads, fewer keys or queries, and other
-            widths too, if the kernel takes them.
+        levels: the numbers of chunks of each decomposition to test.
+        other_sizes: whether to test calls with fewer key heads, fewer keys or queries,
+            and other widths too, if the kernel supports them.
         scale_of_inputs: factor of the normally distributed inputs.
         seed: random seed of the inputs.
         progress: True for a progress bar (plain lines in files), or a callable
             (done, total, label), which is called after each call that was compared.
 
     Returns:
-        The verdict, the errors, the first wrong rows, and the laws that are broken.
+        The verdict, the errors, the first wrong rows, and the tests of uncut calls that
+        failed.
 
     Raises:
         NotImplementedError: the kernel cannot run these calls; says why.

@@ -66,7 +66,7 @@ class CheckResult:
     Attributes:
         kernel: the kernel's name.
         cases: every cut that was tried.
-        broken: a sentence for each law that uncut calls break.
+        broken: a sentence for each test of uncut calls that failed.
         skipped: tests that could not be made, and why.
     """
 
@@ -77,14 +77,15 @@ class CheckResult:
 
     @property
     def verdict(self) -> Verdict:
-        """The worst verdict of all cases; "not exact" also if a law is broken."""
+        """The worst verdict of all cases. It is "not exact" also if a test of uncut
+        calls failed."""
         if self.broken or not self.cases:
             return "not exact"
         return max((case.verdict for case in self.cases), key=_FROM_BEST_TO_WORST.index)
 
     @property
     def exact(self) -> bool:
-        """Whether every case is exact, and no law is broken."""
+        """Whether every case is exact, and no test of uncut calls failed."""
         return self.verdict != "not exact"
 
     def __bool__(self) -> bool:

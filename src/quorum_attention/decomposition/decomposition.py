@@ -36,8 +36,8 @@ class Span:
     Attributes:
         start: position of the first token in the whole sequence.
         stop: position behind the last token.
-        bits: one bit for each non-owner chunk it lies in, over all levels; a pair (q,
-            k) is kept where bits[q] & bits[k] == 0.
+        bits: one bit for each chunk, at any level, that holds the span and that the
+            task does not own. A pair (q, k) is kept if bits[q] & bits[k] == 0.
     """
 
     start: int
@@ -45,7 +45,8 @@ class Span:
     bits: int
 
     def continued(self, after: Span) -> Span | None:
-        """Both as one if ``after`` comes next and has the same bits; else None."""
+        """Join the span and ``after`` if ``after`` comes next and has the same bits;
+        else return None."""
         if after.start != self.stop or after.bits != self.bits:
             return None
         return Span(self.start, after.stop, self.bits)
@@ -57,7 +58,7 @@ class Task:
     0.
 
     Attributes:
-        path: owner chunk at each level, () for the monolithic task.
+        path: the owned chunk at each level; () for the task that is the whole call.
         spans: ascending, disjoint.
     """
 
@@ -99,7 +100,7 @@ class Task:
     def between(
         self, local_start: int, local_stop: int, bit: int = 0
     ) -> Iterator[Span]:
-        """The parts of the task's spans at the local positions [local_start,
+        """Yield the parts of the task's spans at the local positions [local_start,
         local_stop), with ``bit`` added to their group bits."""
         starts = self.local_starts
         first = bisect_right(starts, local_start) - 1
@@ -133,7 +134,8 @@ class Task:
         sequence too.
 
         Yields:
-            (queries, keys, causal) of every part; the rows of each in both positions.
+            (queries, keys, causal) of every part. Queries and keys have local and
+            global positions.
         """
         columns = self.segments(r.key_start, r.key_stop)
         for queries in self.segments(r.query_start, r.query_stop):
@@ -151,14 +153,14 @@ class Task:
         max_queries: int | None = None,
         max_keys: int | None = None,
     ) -> tuple[Rectangle, ...]:
-        """The kept pairs as plain attention calls, in local positions; each pair in
-        exactly one.
+        """Return the kept pairs as plain attention calls, in local positions. Each pair
+        is in exactly one call.
 
         Args:
             is_causal: keep only keys at or before the query (global positions,
                 top-left).
-            n_queries, n_keys: leave out global positions from here on; None is no
-                limit.
+            n_queries, n_keys: leave out these global positions and all later ones; None
+                is no limit.
             max_queries, max_keys: the largest rectangle allowed; None is no limit.
 
         Raises:
@@ -205,7 +207,8 @@ class Task:
     def mask(self) -> NDArray[np.bool_]:
         """The CQS mask over the task's tokens, (n_tokens, n_tokens) bool, True is kept.
 
-        It is dense, so for small tasks only. Causality is not part of it.
+        The tensor is dense, so use it for small tasks only. It does not include
+        causality.
         """
         import numpy as np
 
@@ -236,10 +239,10 @@ class Decomposition:
         n_tokens: tokens of the sequence, at positions 0 to n_tokens - 1.
         levels: chunk count of each level, c = l (l - 1) + 1 for a valid quorum size l;
             () is one task, the whole sequence.
-        layout: "aligned" cuts at multiples of ``tile``, so chunks are equal, but the
-            last may be shorter and others after it empty; "balanced" makes chunks that
-            differ by at most one token (the paper's).
-        tile: tokens; used by the aligned layout.
+        layout: "aligned" cuts at multiples of ``tile``. Its chunks are equal, but the
+            last ones may be shorter or empty. "balanced" (the paper's) makes chunks
+            that differ by at most one token.
+        tile: a number of tokens, for the aligned layout.
 
     Raises:
         TypeError: a field has the wrong type.
@@ -285,8 +288,8 @@ class Decomposition:
 
     @property
     def chunk_tokens(self) -> int:
-        """Tokens of the largest chunk of the first level, at least 1; or all without
-        levels."""
+        """The number of tokens of the largest chunk of the first level, at least 1.
+        Without levels: of the whole sequence."""
         tokens = self.n_tokens
         if self.levels:
             tokens = min(tokens, self._chunk_tokens(tokens, self.levels[0]))
@@ -311,7 +314,8 @@ class Decomposition:
         return Interval(start, start + size)
 
     def chunks(self) -> list[Interval]:
-        """The positions of the chunks of the first level; or all without levels."""
+        """The positions of the chunks of the first level. Without levels: those of the
+        whole sequence."""
         if not self.levels:
             return [Interval(0, self.n_tokens)]
         c = self.levels[0]
@@ -329,7 +333,7 @@ class Decomposition:
         """The task named by ``path``, one owner chunk for each level.
 
         Raises:
-            TypeError: ``path`` is no tuple of whole numbers.
+            TypeError: ``path`` is not a tuple of whole numbers.
             ValueError: there is no task of that path.
         """
         # (1.0,) and (True,) equal (1,), but must not name the same task in a report.

@@ -54,15 +54,15 @@ class PairBlock:
 class Rectangle(PairBlock):
     """A plain attention call inside a task, in task-local token positions.
 
-    ``causal`` rectangles are squares on the diagonal (query_start == key_start) of
-    which the lower triangle, diagonal included, is kept.
+    ``causal`` rectangles are squares on the diagonal (query_start == key_start). Their
+    lower triangle is kept, with the diagonal.
     """
 
     causal: bool = False
 
     @property
     def pairs(self) -> int:
-        """Kept query-key pairs."""
+        """The number of kept pairs of query and key."""
         if self.causal:
             return self.n_queries * (self.n_queries + 1) // 2
         return self.n_queries * self.n_keys

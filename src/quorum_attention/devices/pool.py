@@ -33,25 +33,26 @@ class Pool(WorkerPool):
     """Worker processes, one for each device, that share the work of an attention call.
 
     A call is cut into independent parts: by key/value heads, and by rows if the heads
-    do not divide among the devices. Each device has its own parts, by its speed, and
-    takes over those of slower devices at the end. A part is an ordinary call, with its
-    own budget and recovery. If a worker is killed, or runs out of memory at every
-    depth, the others finish its parts.
+    do not divide among the devices. Faster devices get more parts, and take over parts
+    of slower devices at the end. A part is an ordinary call, with its own budget and
+    recovery. If a worker is killed, or runs out of memory at every depth, the others
+    finish its parts.
 
-    Inputs in shared memory (``tensor.share_memory_()``) or mapped from files are not
-    copied; others are copied into shared memory, and the report counts the bytes.
+    Inputs in shared memory (``tensor.share_memory_()``), or mapped from files, are not
+    copied. Other inputs are copied into shared memory, and the report counts the bytes.
 
-    Give it to calls as ``devices=``, or use its own ``attention``. Use it as a context
-    manager, or ``close`` it; it also ends with the program. Calls from several threads
-    run one after the other.
+    Give the pool to calls as ``devices=``, or use its own ``attention``. Use the pool
+    as a context manager, or ``close`` it; it also ends with the program. Calls from
+    several threads run one after the other.
 
     Args:
-        devices: as torch writes them, "cuda:0" or "cpu"; or "all" CUDA devices of this
-            machine.
+        devices: as torch writes them, "cuda:0" or "cpu"; or "all", which is all CUDA
+            devices of this machine.
         threads: threads of each worker, for CPU devices; None: torch's default.
 
     Raises:
-        ValueError, TypeError: ``devices`` names none, or one that is not here.
+        ValueError, TypeError: ``devices`` is empty, or names a device that this machine
+            lacks.
         RuntimeError: a worker did not start.
     """
 
@@ -91,9 +92,9 @@ class Pool(WorkerPool):
                 dropout_seed, out: as in ``quorum_attention.attention``; tensors in host
                 memory or on a CUDA device.
             report: filled with what happened.
-            options: depth, kernel, accumulator and exact_delta, as in
-                ``quorum_attention.attention``. budget is of each device, and a list
-                has one for each. progress is counted in parts.
+            options: budget, depth, kernel, accumulator, progress and exact_delta, as in
+                ``quorum_attention.attention``. Each device has the whole budget; a list
+                gives each its own. progress counts parts.
 
         Returns:
             (..., heads, n_queries, value_dim), in shared memory if the inputs are in

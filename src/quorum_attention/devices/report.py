@@ -52,8 +52,7 @@ class PoolPass:
     Attributes:
         devices: names, in the pool's order.
         seconds: wall-clock time of the pass.
-        copied_bytes: bytes of tensors that other processes could not have without a
-            copy.
+        copied_bytes: bytes of tensors that were copied into shared memory.
         parts: the number of parts of the call.
         ran: what ran where and when, in the order in which it ended.
         history: a line for each device that failed or joined.
@@ -104,7 +103,8 @@ class PoolPass:
 
 @dataclass
 class PoolReport:
-    """Filled by a pool's calls; the backward's part by the backward."""
+    """The report of a pool's call. The call fills ``forward``, and its backward
+    ``backward``."""
 
     forward: PoolPass | None = None
     backward: PoolPass | None = None

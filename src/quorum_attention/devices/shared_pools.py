@@ -31,10 +31,11 @@ def shared_pool(names: tuple[str, ...]) -> WorkerPool:
 
 
 def close() -> None:
-    """End the workers of calls with several ``devices``; the next such call starts
-    others.
+    """End the workers of calls with several ``devices``. The next such call starts new
+    workers.
 
-    They end with the program in any case. Until then each holds a CUDA context.
+    Without this call they end with the program. Until then each worker holds a CUDA
+    context.
     """
     with _lock:
         pools = list(_pools.values())

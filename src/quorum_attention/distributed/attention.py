@@ -90,12 +90,13 @@ def attention(
     """Exact attention over a sequence whose tokens are sharded over the ranks of a
     group.
 
-    All ranks call it together, in the same order, and run the backward of its result
-    together. Each gives its contiguous shard, in the order of the ranks. Shards may
-    have any lengths, also 0, and the group any number of ranks. Heads are exchanged, or
-    keys and values are moved, or tasks of a cyclic quorum set are computed: of the ways
-    that share the work evenly, the one that sends fewest bytes (docs/distributed.md).
-    Partial results are sent and added in fp32 (fp64 for fp64 inputs).
+    All ranks must make the same calls, in the same order, and also run the backward
+    together. Each rank gives a contiguous shard, in the order of the ranks. Shards may
+    have any lengths, also 0, and the group any number of ranks. There are three ways to
+    share the work: ranks exchange heads, or move keys and values, or compute tasks of a
+    cyclic quorum set. In most cases the call takes the way that sends the fewest bytes
+    (docs/distributed.md). Partial results are sent and added in fp32 (fp64 for fp64
+    inputs).
 
     Args:
         query: (..., heads, rows, head_dim): this rank's rows; fp16, bf16, fp32 or fp64,
@@ -103,23 +104,24 @@ def attention(
         key: (..., kv_heads, rows, head_dim): the same rows.
         value: (..., kv_heads, rows, value_dim): the same rows. Batch dimensions, heads
             and dtype are the same on all ranks.
-        attn_mask: a ``Mask`` of the whole sequence, the same on all ranks;
-            ``documents`` and ``key_padding`` may have this rank's rows only, and are
-            then gathered. Or a tensor that broadcasts to (..., heads, tokens, tokens)
-            of the whole call. Under a mask a rank computes whole rows, with all keys.
-            Its gradients of ``sinks`` and of an additive tensor are those of its own
+        attn_mask: a ``Mask`` of the whole sequence, the same on all ranks; or a tensor
+            that broadcasts to (..., heads, tokens, tokens) of the whole call. Only
+            ``documents`` and ``key_padding`` may have this rank's rows alone; the ranks
+            then gather them. Under a mask a rank computes whole rows, with all keys. A
+            rank gets the gradients of ``sinks`` and of an additive tensor for its own
             pairs: sum them over the ranks.
         group: the process group; None is the default one.
         is_causal: token i of the whole sequence sees tokens j <= i.
         scale: of the scores; None is head_dim ** -0.5.
         enable_gqa: allow fewer key/value heads than query heads.
         dropout_p, dropout_seed: as in ``quorum_attention.attention``. With the same
-            seed on all ranks the same pairs are dropped as on one device. None: each
-            rank draws its own. With dropout heads are not cut.
-        lengths: rows of every rank, or "equal" if all have as many as this one. None:
-            they are gathered. The ranks compare their calls, and all raise if these
-            differ. The host waits for that; on GPUs with ``lengths`` only in the first
-            call of these sizes and options.
+            seed on all ranks the same pairs are dropped as on one device. If the seed
+            is None, each rank draws its own. With dropout heads are not cut.
+        lengths: the number of rows of every rank, or "equal" if all ranks have as many
+            as this one. None: the ranks tell each other. The ranks compare their calls,
+            and all raise if these differ. The host waits for that. On GPUs, if
+            ``lengths`` is given, they compare only the first of the calls with the same
+            sizes and options.
         budget, depth, kernel: as in ``quorum_attention.attention``, for each part that
             this rank computes. Rows gathered from other ranks come on top of the
             budget.
@@ -131,9 +133,9 @@ def attention(
     Raises:
         TypeError, ValueError: arguments that do not fit, or differ between ranks.
         RuntimeError: there is no process group, or an earlier call over it failed on
-            this rank. An error of ``quorum_attention.attention`` is raised on its own
-            rank; the others raise when the group's time limit ends, or that rank's
-            connection.
+            this rank. If ``quorum_attention.attention`` raises an error on one rank,
+            the other ranks raise one at the group's time limit, or when that rank's
+            process ends.
     """
     group = resolve_group(group)
     options = CallOptions(budget, None, depth, kernel)

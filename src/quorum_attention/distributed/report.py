@@ -13,17 +13,17 @@ from quorum_attention.units import counted, format_bytes
 
 @dataclass(slots=True)
 class ShardedReport:
-    """Filled by ``distributed.attention``, on every rank for itself.
+    """The report of a call of ``distributed.attention``. Each rank has its own.
 
     Attributes:
         way: how the pairs were shared among the ranks (distributed/strategies.py).
         rank: this rank's number in the group.
-        ranks: how many the group has.
+        ranks: the number of ranks of the group.
         pairs: query-key pairs that this rank computes.
-        imbalance: the most pairs of any rank, over an equal share.
-        forward_bytes: received by this rank in the forward.
-        backward_bytes: received by this rank in the backward.
-        most_forward_bytes: received in a forward by the busiest rank, as planned.
+        imbalance: the pairs of the busiest rank, divided by an equal share.
+        forward_bytes: bytes that this rank received in the forward.
+        backward_bytes: bytes that this rank received in the backward.
+        most_forward_bytes: planned bytes that the busiest rank receives in a forward.
         stages: number of exchanges that overlap with computation.
         kept: whether gathered inputs are kept for the backward.
         calls: what each attention call of this rank did, in order.

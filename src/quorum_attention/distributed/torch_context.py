@@ -37,22 +37,23 @@ def context_parallel(
     no_restore_buffers: Iterable[torch.Tensor] | None = None,
     **options: Any,
 ) -> Iterator[None]:
-    """As ``torch.distributed.tensor.experimental.context_parallel``, by
-    ``distributed.attention``.
+    """Replace ``torch.distributed.tensor.experimental.context_parallel``:
+    ``distributed.attention`` computes.
 
-    Within the block each of ``buffers`` has this rank's rows only, in its own memory
-    (other tensors that shared its memory stay whole), and
+    Within the block each of ``buffers`` has this rank's rows only, in its own memory.
+    (Other tensors that shared its memory stay whole.)
     ``torch.nn.functional.scaled_dot_product_attention`` attends to the rows of all
-    ranks. Unlike torch's: shards are contiguous, so results stay in order; the length
-    need not divide; heads may be grouped; and dropout, and masks that broadcast to the
-    queries and keys of the whole sequence, work. Modules that imported the function by
-    name before keep torch's own. Use it from one thread at a time.
+    ranks. Four things differ from torch's: shards are contiguous, so results stay in
+    order; the length need not be a multiple of the number of ranks; heads may be
+    grouped; and dropout works, as do masks that broadcast to the queries and keys of
+    the whole sequence. Modules that imported the function by name before the block keep
+    torch's. Use it from one thread at a time.
 
     Args:
         mesh: a mesh of one dimension, or a process group.
-        buffers: tensors that all ranks hold whole; sharded in place, and restored at
-            the end.
-        buffer_seq_dims: the dimension of the tokens of each.
+        buffers: tensors that all ranks hold as a whole. They are sharded in place, and
+            restored at the end.
+        buffer_seq_dims: for each of ``buffers``, the dimension of its tokens.
         no_restore_buffers: those buffers that are not restored.
         options: budget, depth, kernel and report of ``distributed.attention``, for
             every call.
@@ -62,9 +63,9 @@ def context_parallel(
     NotImplementedError.
 
     Raises:
-        ValueError: buffers that do not fit each other or their dimensions, one given
-            twice, or one that requires a gradient; a budget that makes no sense.
-        TypeError: ``mesh`` is neither.
+        ValueError: buffers do not fit each other or their dimensions; a buffer is given
+            twice or requires a gradient; or the budget is wrong.
+        TypeError: ``mesh`` is neither a mesh nor a process group.
     """
     check_names("context_parallel", options, _OPTIONS)
     check_budget(options.get("budget"))

@@ -31,17 +31,18 @@ class Total(InWords):
     """The sum of all passes that had a ``Report``. Any thread may add to it.
 
     Attributes:
-        forwards: how many ran. Recomputed forwards (checkpoints) count again.
-        backwards: how many ran.
-        cut: passes that ran in more than one unit: head group after head group, or as
-            tasks.
+        forwards: the number of forwards. A forward that a checkpoint runs again counts
+            again.
+        backwards: the number of backwards.
+        cut: the number of passes that ran in more than one unit: in several head
+            groups, or in tasks.
         seconds: host wall-clock time of all passes. On CUDA with results on the device
             this is the time to launch their work, not to compute it.
-        peak_bytes: the largest peak of device memory of one pass, measured if possible,
-            else planned. Short calls, which run without a plan, have none.
-        recoveries: how often a pass ran out of memory and recovered.
-        recovery_seconds: the time that this cost.
-        kernels: passes of each kernel.
+        peak_bytes: the largest peak of device memory of a pass, measured if possible,
+            else planned. Short calls run without a plan, and have no peak.
+        recoveries: how many times a pass ran out of memory and recovered.
+        recovery_seconds: the seconds that recoveries took.
+        kernels: the number of passes of each kernel.
     """
 
     forwards: int = 0
@@ -106,10 +107,10 @@ class PassReport:
 
     Attributes:
         kernel: the inner kernel's name.
-        levels: chunk counts per level at the end of the pass (deeper than planned after
-            a recovery); () is uncut.
+        levels: the number of chunks at each level, at the end of the pass (after a
+            recovery there are more levels than planned); () is uncut.
         planned_levels: as planned.
-        n_groups: how many head groups.
+        n_groups: the number of head groups.
         heads_per_group: query heads in each group.
         n_cap: slots at the end of the pass.
         streams: kernel calls of a task in flight at once.
@@ -117,25 +118,25 @@ class PassReport:
         units: (head group, task) units computed.
         seconds: host wall-clock time of the pass. On CUDA with results on the device,
             this is only the time to launch its work.
-        left_out: share of the tokens that were trimmed from tasks because no pair of
-            theirs is kept there (docs/architecture.md, "Trimmed tasks").
-        loaded_bytes: copied into slots, from host memory, or within the device where
-            inputs are there; masks are not counted.
-        stored_bytes: copied out of slots.
-        planned_peak_bytes: most device bytes of the pass, as planned.
+        left_out: the share of tokens that were left out of tasks, because no pair of
+            them is kept there (docs/architecture.md, "Trimmed tasks").
+        loaded_bytes: bytes copied into slots, from host memory or within the device.
+            Masks are not counted.
+        stored_bytes: bytes copied out of slots.
+        planned_peak_bytes: the most device bytes of the pass, as planned.
         budget_bytes: the budget it was planned for; None if none was given.
-        peak_bytes: most device bytes, measured by the device's allocator, beyond those
-            allocated before; None on the CPU, whose allocator does not count.
+        peak_bytes: the most device bytes beyond those allocated before, measured by the
+            device's allocator; None on a CPU, whose allocator does not count.
         repeated_units: units run again because a scaled fp16 gradient overflowed
             (execution/scaling.py).
         dropout_p: the call's chance of dropout; None without dropout.
         dropout_seed: the call's seed of dropout; None without dropout.
         timed: whether ``stages`` are measured.
-        stages: device seconds by stage (execution/device/clock.py); empty for an uncut
-            call.
+        stages: device seconds of each stage (execution/device/clock.py); empty for an
+            uncut call.
         recoveries: one line for each recovery.
-        recovery_seconds: time lost to failures: from the last unit done before each
-            failure until the next attempt began.
+        recovery_seconds: seconds lost to failures: from the end of the last unit before
+            each failure until the next attempt.
     """
 
     kernel: str
@@ -164,7 +165,7 @@ class PassReport:
 
     @property
     def cut(self) -> bool:
-        """Whether it ran in more than one unit."""
+        """Whether the pass ran in more than one unit."""
         has_tasks = bool(self.levels or self.planned_levels)
         return has_tasks or self.n_groups > 1
 
@@ -188,7 +189,8 @@ class PassReport:
             self.stages[stage] = before + spent
 
     def cells(self) -> dict[str, str]:
-        """The report by label, for people; nothing that does not apply."""
+        """Return the report as values by label, for people. What does not apply is left
+        out."""
         loaded = format_bytes(self.loaded_bytes)
         stored = format_bytes(self.stored_bytes)
         groups = counted(self.n_groups, "group")
@@ -247,18 +249,19 @@ def _bytes_or_nothing(n_bytes: int | None) -> str:
 
 @dataclass
 class Report(InWords):
-    """Tells what a call did. Pass an empty one as ``report=`` and print it afterwards.
+    """Tells what a call did. Pass an empty report as ``report=``, and print it
+    afterwards.
 
-    The call fills ``forward``, and its backward ``backward``; with several calls the
-    last one counts. ``mask_gradient`` has a line that says how the gradient of
-    ``attn_mask`` was computed, and one for each recovery of it. On CUDA, measuring the
-    peak resets torch's peak-memory counter.
+    The call fills ``forward``, and its backward ``backward``. After several calls they
+    describe the last one. ``mask_gradient`` has a line that says how the gradient of
+    ``attn_mask`` was computed, and a line for each time that it ran out of memory. On
+    CUDA the measurement of the peak resets torch's counter of peak memory.
 
-    ``pool`` says what each of several devices did (``devices.PoolReport``); None for
-    one device.
+    ``pool`` says what each device did if there are several (``devices.PoolReport``);
+    else it is None.
 
-    ``total`` adds up all passes of all calls that had this report, by ``report=`` or by
-    ``quorum_attention.using(report=...)``, which fills nothing else.
+    ``total`` adds up all passes of all calls with this report. A report that was given
+    to ``quorum_attention.using(report=...)`` gets nothing but ``total``.
 
     Examples:
         >>> report = qa.Report()

@@ -21,23 +21,23 @@ if TYPE_CHECKING:
 
 
 class patched_flex_attention(using):  # noqa: N801 (used as a function is, as torch.no_grad)
-    """``attention`` in place of FlexAttention's function within a ``with`` block.
+    """Replace FlexAttention's function by ``attention`` within a ``with`` block.
 
-    It is ``using`` with the patch: the options hold for ``attention`` too, inner blocks
-    win, blocks may end in any order, and threads that begin inside do not have it.
-    ``torch.compile`` of the function inside the block runs ``attention`` outside the
-    compiled graph; a function that was compiled before keeps torch's own, and
-    ``fullgraph=True`` raises.
+    The block is a block ``using`` too: its options also hold for calls of
+    ``attention``, and inner blocks win. Blocks may end in any order. Threads that begin
+    inside the block keep torch's function. If the function is compiled inside the
+    block, ``attention`` runs outside the compiled graph, and ``fullgraph=True`` raises.
+    A function that was compiled before the block keeps torch's.
 
-    torch's own function still computes calls of one query or of fewer tokens than
-    ``min_tokens``, of tensors that are not plain (subclasses, nested, on other
-    devices), with a batch of keys unlike that of queries, and calls that ask for the
-    largest scores (``return_aux``).
+    torch's own function still computes some calls: those with one query or with fewer
+    tokens than ``min_tokens``; those with tensors that are not plain (subclasses,
+    nested, on other devices); those whose keys have another batch size than the
+    queries; and those that ask for the largest scores (``return_aux``).
 
     Args:
-        min_tokens: calls with fewer go to torch's own; the longer of queries and keys
-            counts.
-        enabled: False leaves all calls inside to torch's own.
+        min_tokens: torch's function computes calls with fewer tokens; the longer of
+            queries and keys counts.
+        enabled: False: torch's function computes all calls in the block.
 
     Other arguments, and errors, as in ``using``. ``kernel`` holds for calls without a
     ``score_mod``.
@@ -45,9 +45,9 @@ class patched_flex_attention(using):  # noqa: N801 (used as a function is, as to
     Tensors that ``score_mod`` reads get their gradients (docs/programs.md).
 
     Raises:
-        NotImplementedError: in a call whose ``score_mod`` reads a tensor that requires
-            a gradient, and that is neither in its closure, its defaults or attributes,
-            nor a global variable.
+        NotImplementedError: the ``score_mod`` of a call reads a tensor that requires a
+            gradient, and this tensor is not in the function's closure, defaults or
+            attributes, and no global variable.
 
     Examples:
         >>> from torch.nn.attention import flex_attention as flex

@@ -73,48 +73,48 @@ class Kernel(ABC):
 
     Attributes:
         name: short and unique; users write it as ``kernel=``.
-        own_attention: it is not plain attention of query, key, scale and mask. So it is
-            not compared with the reference first, and gets no rows beyond the
+        own_attention: the kernel is not plain attention of query, key, scale and mask.
+            So it is not compared with the reference first, and gets no rows beyond the
             sequence's tokens.
-        position_free: that other attention does not depend on positions, heads or batch
-            entries, so parts of a call can be computed as separate calls.
-        launches: how many launches a task is.
-        launch_seconds: host seconds to launch a forward, and a backward, where a task
-            is one launch.
-        rates: speeds of its forward and its backward, as shares of the device's best
-            kernel's.
-        speed: what the planner knows of its calls beyond ``rates``; None: they are like
-            cuDNN's.
-        scaled_backward: dtypes for which a scaled backward is more exact; the kernel
-            undoes the scaling (kernels/scaling.py). With other dtypes, or dropout,
-            nothing is scaled.
-        fp32_products: its backward takes fp16 upstream gradients of up to 2**15 without
-            overflow, because its products are in fp32 or scaled by the kernel. A
-            gradient of a wider dtype then keeps more of its small numbers
+        position_free: the kernel's own attention does not depend on positions, heads or
+            batch entries. So parts of a call can be computed as separate calls.
+        launches: how many launches a task takes.
+        launch_seconds: host seconds to launch a forward, and a backward, if a task
+            takes one launch.
+        rates: speeds of the forward and the backward, divided by those of the device's
+            fastest kernel.
+        speed: what the planner knows of the kernel's calls beyond ``rates``; None: they
+            are like cuDNN's.
+        scaled_backward: dtypes for which a scaled backward is more exact. The kernel
+            undoes the scaling (kernels/scaling.py). Other dtypes are not scaled, and
+            calls with dropout are not.
+        fp32_products: the backward takes fp16 upstream gradients of up to 2**15 without
+            overflow, because the products are in fp32 or scaled by the kernel. An
+            upstream gradient of a wider dtype then keeps more of its small numbers
             (execution/upstream.py).
-        dropout: it applies ``TaskTensors.dropout`` (kernels/dropout.py). Other kernels
-            get no calls with dropout.
-        wide_masks: it takes additive masks in fp32 beside 16-bit inputs. Other kernels
-            get no calls with such masks.
-        wide_out: no output is rounded to the inputs' 16 bits inside, and the backward
-            takes delta from such an output (``as_unrounded``).
-        reads_wide_out: the backward takes delta from an output that is wider than the
-            inputs. Other kernels get it rounded.
-        plain_variant: the kernel to compare with the reference instead of this one, if
-            this one has options that change the scores; None: this one.
-        priced_as: a kernel with the same costs in uncut calls, which lives longer than
-            this one; None: this one. What is found out about short calls is remembered
-            by that kernel.
-        any_upstream: upstream gradient and output of its ``backward`` may have any
-            dtype and strides; if needed they are copied, for one operator call at a
-            time.
+        dropout: the kernel applies ``TaskTensors.dropout`` (kernels/dropout.py). Other
+            kernels get no calls with dropout.
+        wide_masks: the kernel takes additive masks in fp32 with 16-bit inputs. Other
+            kernels get no calls with such masks.
+        wide_out: the kernel rounds no output to the inputs' 16 bits, and its backward
+            computes delta from such an output (``as_unrounded``).
+        reads_wide_out: the backward computes delta from an output with a wider dtype
+            than the inputs. Other kernels get a rounded output.
+        plain_variant: if options of this kernel change the scores, the kernel that is
+            compared with the reference in its place; None: this one is.
+        priced_as: a kernel that has the same costs in uncut calls and lives longer than
+            this one. What is measured in short calls is kept for that kernel. None: for
+            this one.
+        any_upstream: upstream gradient and output of ``backward`` may have any dtype
+            and strides. If needed they are copied, for one operator call at a time.
         thread_per_head: on a CPU each thread computes whole heads of batch entries in
             the backward of an uncut call, and an equal part of all rows in its forward.
-        accepts_inf_lse: its backward takes an lse of -inf, which rows without keys
+        accepts_inf_lse: the backward takes an lse of -inf, which rows without keys
             have.
         operator: ``whole_forward`` and ``whole_backward`` run a single rectangle.
-        grouped: its operator takes fewer key/value heads than query heads.
-        sparse: it has its own mask, and ``kept_pairs`` says which pairs that keeps.
+        grouped: the operator takes fewer key/value heads than query heads.
+        sparse: the kernel has a mask of its own, and ``kept_pairs`` says which pairs
+            this mask keeps.
     """
 
     name: str
@@ -163,7 +163,8 @@ class Kernel(ABC):
         """Add the task's gradients into ``grads``, in place."""
 
     def compute_like(self, base: Kernel) -> None:
-        """Take over how ``base`` computes, for a kernel whose calls ``base`` runs."""
+        """Copy the attributes that say how ``base`` computes, for a kernel whose calls
+        ``base`` runs."""
         for name in _OF_COMPUTATION:
             setattr(self, name, getattr(base, name))
 
@@ -173,7 +174,7 @@ class Kernel(ABC):
         return not self.own_attention and self.plain_variant is None
 
     def with_softcap(self, softcap: float) -> Kernel | None:
-        """Return this kernel, with its other options, for scores bounded by a soft cap.
+        """Return this kernel with a soft cap, and with its other options.
 
         Scores become ``softcap * tanh(score / softcap)``. None: the kernel has no soft
         cap.
@@ -181,8 +182,8 @@ class Kernel(ABC):
         return None
 
     def as_unrounded(self) -> Kernel | None:
-        """Return the kernel that computes the same without rounding outputs to 16
-        bits: this one, or another; None if there is none."""
+        """Return a kernel that computes the same and does not round outputs to 16 bits:
+        this one, or another; None if there is none."""
         return self if self.wide_out else None
 
     # --- Monolithic calls -------------------------------------------------------------
@@ -192,8 +193,8 @@ class Kernel(ABC):
 
         Args:
             tokens: the larger of the numbers of queries and keys.
-            all_heads: whether it is handed all heads and batch entries, in order;
-                otherwise it is handed some of them, and not told which.
+            all_heads: whether the kernel gets all heads and batch entries, in order;
+                otherwise it gets some of them, and does not know which.
         """
         return False
 
@@ -249,8 +250,8 @@ class Kernel(ABC):
         return tensors(self.called_back())
 
     def called_back(self) -> Sequence[Callable[..., Any]]:
-        """Return the users' functions that it calls in the forward and again in the
-        backward."""
+        """Return the users' functions that the kernel calls in the forward and again in
+        the backward."""
         return ()
 
     def results_of_functions(
@@ -265,8 +266,8 @@ class Kernel(ABC):
 
         Their ``verdict`` may call a block EMPTY only if no pair of it is kept, in any
         head of any batch entry. Its answers are cached by function as long as the
-        kernel lives: return the same function in every call, a method of the kernel or
-        one that does not close over the kernel.
+        kernel lives. So return the same function in every call: a method of the kernel,
+        or a function that does not close over the kernel.
         """
         return Pairs(n_queries, n_keys, is_causal)
 
@@ -274,8 +275,8 @@ class Kernel(ABC):
         """Return how the kernel changes and masks each score
         (``score_tiles.ScoreTransform``).
 
-        None: it computes more than that, and the gradient of a mask beside it is not
-        computed as beside plain softmax.
+        None: the kernel computes something else, so the gradient of a mask cannot be
+        computed from its scores.
         """
         return None
 

@@ -28,7 +28,7 @@ def register_kernel(kernel: Kernel) -> None:
     """Make a kernel known under its name, replacing one of the same name.
 
     Raises:
-        TypeError: it is no ``InnerKernel``, or has no hash.
+        TypeError: ``kernel`` is no ``InnerKernel``, or has no hash.
         ValueError: its name is empty or "auto".
 
     Examples:
@@ -81,7 +81,7 @@ def _check(kernel: object) -> None:
 
 
 def kernels() -> dict[str, Kernel]:
-    """Every registered kernel by name, the preferred ones first (a copy).
+    """Return a copy of the table of kernels by name. Preferred kernels come first.
 
     Examples:
         >>> "dense" in qa.kernels()

@@ -82,30 +82,29 @@ def plan(
         batch: batch entries.
         dtype: of the inputs.
         is_causal: as in ``quorum_attention.attention``.
-        dropout_p: of the call; above 0 only kernels with dropout are considered.
+        dropout_p: dropout of the call. Above 0 only kernels with dropout are
+            considered.
         budget: device bytes, as a number or "2GiB"; None is the free memory.
-        levels: chunk counts per level, e.g. (7, 7) or (57,); () is uncut; None is the
-            planner's choice.
+        levels: the number of chunks at each level, e.g. (7, 7) or (57,); () is uncut;
+            None leaves it to the planner.
         depth: number of levels; the planner chooses their chunk counts.
         layout: "aligned" puts chunk boundaries on multiples of ``tile``; "balanced" is
             the paper's.
         device: what computes; None is CUDA if there is a GPU, else the CPU.
-        inputs: where the call's tensors are; None is "host" for CUDA, "device" for the
-            CPU.
-        results_given: whether the call will have ``out=`` or ``grads=``, which its
+        inputs: where the call's tensors are, "host" or "device"; None is "host" if a
+            GPU computes, "device" on a CPU.
+        results_given: whether the call will get ``out=`` or ``grads=``, which the
             budget does not count.
         accumulator: where unfinished rows are kept between tasks.
         heads_per_group: query heads of a head group.
-        n_cap: most tasks on the device at once.
+        n_cap: the largest number of tasks on the device at once.
         streams: kernel calls in flight at once, 1 or 2.
-        over_inputs: True runs the tasks of a head group directly on the inputs, which
-            must be on the device (at depth 1; the route ``Blockwise``); False runs them
-            through slots. For this and the other choices, None leaves it to the
-            planner.
+        over_inputs: True runs the tasks of a head group directly on the inputs (the
+            route ``Blockwise``, at depth 1), which must be on the device. False copies
+            tasks into slots. None leaves this to the planner, as for the other choices.
         kernel: an inner kernel, or its name.
         backward: plan the backward pass instead of the forward.
-        attn_mask: the call's mask, a tensor or a ``Mask``; its tensors must fit the
-            sizes.
+        attn_mask: the call's mask, a tensor or a ``Mask`` whose tensors fit the sizes.
 
     Raises:
         BudgetError: the budget is too small; names the smallest that works.
@@ -312,13 +311,13 @@ _MAX_ALTERNATIVES = 6
 def estimate(
     n_tokens: int, *, budget: float | str | None = None, **call: Any
 ) -> Estimate:
-    """Plan both passes of a call: whether it fits, its memory, time and alternatives.
+    """Predict whether a call fits, and its memory and time, and plan both passes.
 
     Takes the arguments of ``plan`` (less ``levels``, ``depth`` and ``backward``).
 
     Raises:
-        BudgetError: a pass does not fit; names it, and the smallest budget that works
-            for both.
+        BudgetError: a pass does not fit; names the pass, and the smallest budget that
+            works for both.
 
     Examples:
         >>> found = qa.estimate(1_048_576, is_causal=True, budget="2GiB", device="cuda")

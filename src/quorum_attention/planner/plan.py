@@ -79,7 +79,7 @@ class Cost:
 
 @dataclass(frozen=True, slots=True)
 class Plan(InWords):
-    """The way one pass of one call will be run; made by ``quorum_attention.plan``.
+    """How one pass of one call will run; made by ``quorum_attention.plan``.
 
     Attributes:
         shape: the call's sizes.
@@ -89,11 +89,10 @@ class Plan(InWords):
         schedule: what the executor runs: decomposition, head group and route.
         footprint: its bytes.
         cost: its predicted seconds.
-        why: what else there was, in words; empty where nothing was compared.
-        uncut_bytes: device bytes of the whole call at once; None where a search did not
-            say.
-        budget_bytes: the budget that the plan was made for; None where none was given.
-        pairs: the pairs that the call keeps; None is what ``shape`` says.
+        why: what the plan was compared with, in words; empty if nothing was compared.
+        uncut_bytes: device bytes of the uncut call; None if they were not computed.
+        budget_bytes: the budget that the plan was made for; None if none was given.
+        pairs: the pairs that the call keeps; None: those that ``shape`` describes.
         mask_words: these pairs in words, such as "causal, window 4096"; "" is all
             pairs.
     """
@@ -118,7 +117,7 @@ class Plan(InWords):
 
     @property
     def levels(self) -> tuple[int, ...]:
-        """Chunk counts per level; () is monolithic."""
+        """The number of chunks at each level; () is uncut."""
         return self.decomposition.levels
 
     @property
@@ -138,26 +137,26 @@ class Plan(InWords):
 
     @property
     def peak_bytes(self) -> int:
-        """Device bytes at most, beyond what is allocated when the pass begins."""
+        """The most device bytes beyond what is allocated when the pass begins."""
         return self.footprint.total
 
     @property
     def predicted_seconds(self) -> float:
-        """Predicted by the cost model; ``quorum-attention calibrate`` gives it this
-        machine's rates."""
+        """The predicted seconds. ``quorum-attention calibrate`` measures the rates of
+        this machine for them."""
         return self.cost.seconds
 
     def tasks(self) -> Iterator[Task]:
         """Yield all tasks of the decomposition, in the order they run.
 
-        They include tokens and whole tasks that are trimmed under a kernel's own mask
-        (``n_tasks`` counts what is run).
+        They include tokens and tasks that do not run because a kernel's own mask leaves
+        them out. (``n_tasks`` counts the tasks that run.)
         """
         return self.decomposition.tasks()
 
     def census(self) -> Census:
-        """Return the shares of masked, clear and mixed tiles (128 x 128) of the tasks
-        as they run.
+        """Return the shares of masked, clear and mixed tiles (128 x 128 pairs) in the
+        tasks that run.
 
         Tiles are judged under the call's mask (paper, Appendix A.2).
         """

@@ -78,8 +78,8 @@ def interest_set(l: int) -> tuple[int, ...]:
     1.
 
     Every nonzero residue modulo c is the difference of exactly one ordered pair of its
-    members. Sizes in the paper's table get the paper's sets, others Singer's
-    construction.
+    members. If the size is in the paper's table, the set is the paper's. Other sets are
+    made by Singer's construction.
 
     Raises:
         ValueError: no set of that size is known (7 and 11 have none); names the nearest
@@ -138,7 +138,7 @@ def paired_interest_set(interest: Iterable[int]) -> tuple[int, ...]:
 
 def is_interest_set(interest: Iterable[int], c: int | None = None) -> bool:
     """Whether every nonzero residue modulo ``c`` is the difference of exactly one
-    ordered pair.
+    ordered pair of members.
 
     ``c`` defaults to l (l - 1) + 1, the only modulus for which this is possible.
 

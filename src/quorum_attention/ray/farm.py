@@ -74,16 +74,18 @@ class Farm(AbstractContextManager["Farm"]):
             or that any user started on this machine (join only clusters that you trust:
             docs/ray.md); None or "local" for a new one on this machine, which ends with
             the farm. A program that is already connected to Ray keeps its cluster.
-        workers: the most units that run at a time; None: as many as the cluster holds.
-        num_cpus, num_gpus: CPUs and GPUs of a unit. With a GPU, or a part of one, it
-            computes on that, otherwise on as many threads as it has CPUs. None: one GPU
-            if the cluster has any.
+        workers: at most this many units run at a time; None: as many as the cluster has
+            room for.
+        num_cpus, num_gpus: CPUs and GPUs of a unit. A unit with a GPU, or a part of
+            one, computes on this GPU. A unit without computes on as many threads as it
+            has CPUs. None: one GPU if the cluster has any.
         budget: device bytes of a unit, as in ``quorum_attention.attention``.
 
     Raises:
         ModuleNotFoundError: Ray is not installed.
         ConnectionError: there is no cluster at ``address``.
-        RuntimeError: no machine of the cluster has so many CPUs and GPUs.
+        RuntimeError: no machine of the cluster has as many CPUs and GPUs as a unit
+            needs.
     """
 
     @helps_with_names
@@ -144,23 +146,23 @@ class Farm(AbstractContextManager["Farm"]):
             out: the result, (..., heads, n_queries, value_dim) of any dtype, mapped
                 from a file; partial states are kept beside that.
             lse: the log-sum-exp, (..., heads, n_queries) in fp32 (fp64 for fp64
-                inputs), mapped from a file; None: it is not wanted.
+                inputs), mapped from a file; None: it is not stored.
             options: dropout_p and dropout_seed, as in ``quorum_attention.attention``;
-                with dropout heads are not cut. depth and kernel, for the calls of each
-                unit. chunks is the number of tasks of each key/value head, c = l (l -
-                1) + 1; 1 leaves heads whole; None takes so many that each worker gets
-                ten units, if there are fewer heads. report is a ``PoolReport``, filled
-                with what happened.
+                with dropout heads are not cut. depth and kernel are for the calls of
+                each unit. chunks is the number of tasks of each key/value head, c = l
+                (l - 1) + 1; 1 leaves heads whole. If chunks is None and there are fewer
+                than ten heads for each worker, heads are cut until each worker has ten
+                units. report is a ``PoolReport``, filled with what happened.
 
         Returns:
             ``out``.
 
         Raises:
-            ValueError: a tensor is in no file; and the errors of
-                ``quorum_attention.attention``.
-            NotImplementedError: a gradient is wanted, which ``attention_backward``
-                computes.
-            RuntimeError: a unit has lost four workers.
+            ValueError: a tensor is not mapped from a file, or an argument is wrong, as
+                in ``quorum_attention.attention``.
+            NotImplementedError: an input requires a gradient: call
+                ``attention_backward`` instead.
+            RuntimeError: four workers died while they computed the same unit.
         """
         results = {"out": out}
         if lse is not None:
@@ -176,8 +178,8 @@ class Farm(AbstractContextManager["Farm"]):
     def attention_with_lse(
         self, *call: Any, lse: torch.Tensor, **options: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """``quorum_attention.attention_with_lse`` from files to files; arguments as
-        ``attention`` has them."""
+        """``quorum_attention.attention_with_lse`` from files to files. The arguments
+        are those of ``attention``."""
         return self.attention(*call, lse=lse, **options), lse
 
     @torch.no_grad()
@@ -271,7 +273,7 @@ class Farm(AbstractContextManager["Farm"]):
         chunks: int | None = None,
         report: PoolPass,
     ) -> Iterator[int]:
-        """Compute parts of a call, for a caller that keeps account of what is done.
+        """Compute parts of a call, for a caller that records which parts are done.
 
         Args:
             results: out, and lse if wanted; or dq, dk and dv; with a dimension of

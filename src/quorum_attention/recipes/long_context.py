@@ -76,8 +76,8 @@ _OWNER = "long_context"
 
 @dataclass(frozen=True)
 class LongContext:
-    """A changed model: printed, it says what was changed. As a context it is undone at
-    the end.
+    """The changes of a model. Print it to see what was changed. At the end of a
+    ``with`` block the changes are undone.
 
     Attributes:
         model: the model.
@@ -100,9 +100,9 @@ class LongContext:
         return tuple(change.name for change in self.changes if not change.done)
 
     def undo(self) -> None:
-        """Undo all changes, and first those that were made since (``long_prompt``). The
-        model is as it was before ``long_context``; one that was undone already stays as
-        it is.
+        """Undo all changes, so that the model is as it was before ``long_context``.
+        Later changes (``long_prompt``) are undone first. A second ``undo`` changes
+        nothing.
 
         Raises:
             RuntimeError: a library (such as FSDP) has made other classes of changed
@@ -134,24 +134,25 @@ def long_context(
     """Change a decoder of Transformers in place so that long texts fit; its results
     stay the same.
 
-    A change that does not suit the model is left out, and the summary says why. A call
-    undoes what an earlier one changed.
+    A change that does not suit the model is left out, and the summary says why. A
+    second call first undoes the changes of the first.
 
     Args:
         model: a ``PreTrainedModel`` for causal language modelling, or PEFT's around
             one, with its weights loaded.
         attention: set ``attn_implementation="quorum"``, with the options of an earlier
             ``register``, if there was one.
-        budget: of each attention call, for this model alone; see
+        budget: the budget of each attention call, for this model only; see
             ``quorum_attention.integrations.transformers.register``. The model's
-            implementation then gets its own name (``quorum_2147483648``).
+            implementation then gets a name of its own (``quorum_2147483648``).
         checkpoints: keep only the layers' inputs and attention's results. "auto" keeps
             them on the device while there is room, and then in page-locked host memory;
-            "host" and "device" name one place; None switches this off. Results without
-            room are computed again.
-        mlp_tile: tokens of an MLP at a time; None leaves MLPs as they are.
-        chunked_loss: a call with labels computes its loss for some tokens at a time,
-            and logits only if somebody reads them.
+            "host" and "device" name one place; None switches this off. Attention's
+            results for which there is no room are computed again.
+        mlp_tile: an MLP computes this many tokens at a time; None leaves MLPs as they
+            are.
+        chunked_loss: a call with labels computes its loss for some tokens at a time. It
+            computes all logits only if somebody reads them.
         fused_norms: compute RMS norms by torch's kernel, if it has one for the model's
             device.
 

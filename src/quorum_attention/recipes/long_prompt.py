@@ -54,14 +54,14 @@ def long_prompt(
     tile: int | None = None,
     progress: Any = None,
 ) -> Any:
-    """Change a decoder of Transformers in place so that prompts of any length run
-    through it, and return a cache for one of them. Results stay the model's own.
+    """Change a decoder of Transformers in place so that it runs prompts of any length,
+    and return a cache for one prompt. Results stay the same.
 
     ``model.generate(ids, past_key_values=cache, max_new_tokens=...)`` then computes the
-    prompt one layer at a time: its hidden states, queries and outputs lie in host
-    memory if the device has no room, and keys and values go into the cache. A model
-    whose layers cannot run so gets its prompts in chunks, or whole where chunks would
-    change its results, and a warning says why. Calls with gradients run as before.
+    prompt one layer at a time. Hidden states, queries and outputs are in host memory if
+    the device has no room; keys and values go into the cache. If a model cannot run
+    layer by layer, its prompts run in chunks, or as a whole if chunks would change
+    results. A warning says why. Calls with gradients run as before.
 
     Args:
         model: a ``PreTrainedModel`` for causal language modelling, or PEFT's around
@@ -71,16 +71,16 @@ def long_prompt(
             free, less a margin.
         host_memory: bytes of page-locked host memory that the cache may take; None:
             what is free, less a margin; 0: none.
-        folder: a folder for mapped files that hold what neither has room for; None: no
-            files.
-        weights: "device" leaves weights where they are; "host" keeps those of layers in
-            page-locked host memory, and copies each layer's to the device ahead of its
-            use.
+        folder: a folder for mapped files, for the part of the cache that fits neither
+            the device nor host memory; None: no files.
+        weights: "device" leaves weights where they are. "host" keeps the weights of
+            layers in page-locked host memory, and copies those of each layer to the
+            device before it runs.
         cache: a folder that a cache was saved to, or a cache; None: a new cache.
-        tile: tokens that are computed at once beside attention; None: as many as fit
-            well.
+        tile: outside of attention, this many tokens are computed at a time; None: a
+            number that fits the memory.
         progress: False shows no progress; a callable gets (layers done, layers, label);
-            None: a bar (lines in files) for prompts that take longer than a moment.
+            None: a bar (lines in files), except for short prompts.
 
     Returns:
         A cache of Transformers. Print it to see which part lies where.
@@ -88,7 +88,7 @@ def long_prompt(
     Raises:
         ImportError: Transformers is not installed, or its version is not supported.
         TypeError, ValueError: an argument is wrong.
-        NotImplementedError: weights that cannot be kept in host memory.
+        NotImplementedError: the weights cannot be kept in host memory.
     """
     one_of(weights, "weights", WEIGHTS)
     if tile is not None:
@@ -118,8 +118,8 @@ def long_prompt(
 
 @helps_with_names
 def undo_long_prompt(model: Any) -> None:
-    """Undo ``long_prompt``: the model has its own forward and attention again, and its
-    weights where they were. A model that was not changed stays as it is."""
+    """Undo ``long_prompt``: the model gets its own forward and attention back, and its
+    weights are where they were. A model that was not changed stays as it is."""
     undo_changes(base_model(model), OWNER)
 
 

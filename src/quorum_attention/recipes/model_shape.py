@@ -58,19 +58,19 @@ class ModelShape:
 
     Attributes:
         kind: ``model_type`` of its configuration.
-        layers: how many.
+        layers: the number of layers.
         hidden: width of the hidden states.
-        heads: query heads. Latent attention counts as attention of expanded heads, as
-            its layers compute it.
+        heads: query heads. In latent attention, the heads after they are expanded.
         kv_heads: key/value heads.
         head_dim: width of a head.
-        vocabulary: words, that is logits of a token.
+        vocabulary: the number of tokens of the vocabulary, which is the number of
+            logits of a token.
         intermediate: width of an MLP, or of one expert.
-        experts: of an MLP; 0 if it has none.
-        experts_per_token: that a token goes through; 1 without experts.
-        parameters: how many, all together.
-        mlp_width: the widest MLP that a token goes through: a dense one, or its experts
-            with those that all tokens share.
+        experts: experts of an MLP; 0 if it has none.
+        experts_per_token: experts that compute a token; 1 without experts.
+        parameters: the number of all parameters.
+        mlp_width: the width of the widest MLP that a token goes through: of a dense
+            MLP, or of a token's experts together, with those that all tokens share.
         layer_caches: what each layer keeps in a cache; empty: keys and values of all
             tokens.
     """
@@ -101,7 +101,8 @@ class ModelShape:
 
     @property
     def torch_norms(self) -> bool:
-        """Whether torch has a kernel for its norms: Gemma's multiply by 1 + weight."""
+        """Whether torch has a kernel for the model's norms. (It has none for Gemma's,
+        which multiply by 1 + weight.)"""
         return not self.kind.startswith("gemma")
 
 
@@ -111,18 +112,18 @@ def read_shape(
     *,
     with_caches: bool = False,
 ) -> ModelShape:
-    """The shape of a model from its configuration.
+    """Return the shape of a model, read from its configuration.
 
     Args:
         config: the path of a ``config.json`` or of its folder, or its contents as a
-            mapping. Of a model with images and text the ``text_config`` is read.
-        parameters: how many the model has, if that is known; None: they are counted.
-        with_caches: find out what each layer keeps in a cache, too: two to four
-            seconds, for a model that Transformers knows.
+            mapping. For a model of images and text, its ``text_config`` is read.
+        parameters: the number of parameters of the model; None: they are counted.
+        with_caches: also find out what each layer keeps in a cache. That takes two to
+            four seconds, for a model that Transformers knows.
 
     Raises:
-        ValueError: it is not such a file, or lacks a size; the message names it. Or the
-            model has an encoder beside its decoder, or no attention.
+        ValueError: ``config`` is no such file, or lacks a size (the message names it);
+            or the model has an encoder beside its decoder, or no attention.
         OSError: the file cannot be read.
     """
     contents = config if isinstance(config, Mapping) else _read_file(Path(config))

@@ -36,10 +36,11 @@ def chunk_loss(model: Any) -> LongContext:
 
     Returns:
         A summary that says whether the change was made, or why not. Print it. Its
-        ``undo()`` takes the change back, and first what other functions changed since.
+        ``undo()`` undoes the change. Changes that other functions made later are undone
+        first.
 
     Raises:
-        TypeError: it is no such model.
+        TypeError: ``model`` is another object.
         RuntimeError: an earlier call cannot be undone, because a library (such as FSDP)
             has made other classes of changed modules since.
     """
@@ -83,8 +84,9 @@ def checkpoint_layers(
             can be kept (``register``).
         place: "auto" keeps them on the device while there is room, and then in
             page-locked host memory; "host" and "device" name one place.
-        budget: the budget of an attention call that ``register`` was given. "auto" uses
-            it to predict a step's peak, beside which checkpoints may stay.
+        budget: the budget that ``register`` was given. With it "auto" predicts the peak
+            memory of a step. Checkpoints stay on the device if there is room beside
+            this peak.
 
     Returns, errors: as in ``chunk_loss``; ValueError for another ``place``.
     """

@@ -26,13 +26,14 @@ _RESOLUTION = 64
 def switch_until_it_fits(
     shape: ModelShape, training: Training, memory: int | str
 ) -> tuple[StepMemory, bool]:
-    """Switch on as few changes as are needed for a step to fit, the cheapest first.
+    """Switch on changes, the cheapest first, until a step fits.
 
     Args:
         memory: of the device, bytes or "80GiB".
 
     Returns:
-        The step with these changes, or with all if none suffice; and whether it fits.
+        The step with these changes, and whether it fits. If it does not, all changes
+        are on.
     """
     limit = parse_memory(memory, "memory")
     on = _switches(training)
@@ -62,15 +63,17 @@ def longest_that_fits(
     memory: int | str,
     host_memory: int | str | None = None,
 ) -> int:
-    """The longest text whose step fits, with whatever has to be switched on.
+    """Return the number of tokens of the longest text whose step fits, with the changes
+    that it needs.
 
     Args:
-        training: no text longer than its ``tokens`` is looked at.
+        training: how the model is trained. Texts of up to ``training.tokens`` tokens
+            are tried.
         memory: of the device, bytes or "80GiB".
-        host_memory: of the host, what may be page-locked; None: any number.
+        host_memory: host memory that may be page-locked; None: no limit.
 
     Returns:
-        Tokens, to a 64th of ``training.tokens``; 0 if none of these lengths fits.
+        A multiple of a 64th of ``training.tokens``; 0 if none of these lengths fits.
     """
     limit = parse_memory(memory, "memory")
     host_limit = (

@@ -58,15 +58,15 @@ class MemoryPart:
 
 @dataclass(frozen=True)
 class StepMemory:
-    """The parts of a step and what they come to.
+    """The parts of a training step, and their memory.
 
     Attributes:
-        parts: in the order of a step.
-        on: the switches that are on.
-        budget: of quorum attention, if it is on.
+        parts: the parts, in the order of a step.
+        on: the changes that are switched on.
+        budget: the budget of quorum attention, if it is switched on.
         host_bytes: what layers keep in host memory: their inputs, and attention's
-            results where those are not computed again; less what a device of known
-            memory has room for.
+            results unless they are computed again. If the device's memory is known,
+            what fits there is not counted.
     """
 
     parts: tuple[MemoryPart, ...]
@@ -76,18 +76,19 @@ class StepMemory:
 
     @property
     def peak_bytes(self) -> int:
-        """The parts that are always there, and the larger of a layer and the loss."""
+        """The peak: the parts that are always there, plus a layer or the loss,
+        whichever takes more."""
         return self._peak("bytes")
 
     @property
     def plain_bytes(self) -> int:
-        """The same with nothing switched on."""
+        """The peak with nothing switched on."""
         return self._peak("plain_bytes")
 
     def changed_by(self, part: MemoryPart) -> str:
-        """Return the switch that makes a part smaller in this step; "" for none.
+        """Return the change that makes a part smaller in this step; "" for none.
 
-        A layer in tiles makes parts smaller that have another switch as well.
+        Layers in tiles also make parts smaller that have another change.
         """
         if part.switch in self.on:
             return part.switch or ""
@@ -103,7 +104,7 @@ class StepMemory:
         return sums["always"] + max(layer, sums["loss"])
 
     def to_dict(self) -> JsonObject:
-        """In plain types."""
+        """Return the step in plain types, for JSON."""
         return {
             "peak_bytes": self.peak_bytes,
             "plain_bytes": self.plain_bytes,
@@ -115,12 +116,12 @@ class StepMemory:
 
 
 def step_memory(shape: ModelShape, training: Training) -> StepMemory:
-    """Return the memory of a training step, by part, with what ``training.on`` switches
-    on.
+    """Return the memory of each part of a training step, with the changes that
+    ``training.on`` names.
 
     Raises:
-        BudgetError: attention cannot work in the budget; names the smallest that would
-            do.
+        BudgetError: the budget is too small for attention; names the smallest that
+            works.
     """
     return with_plain_bytes(shape, training, switched_step(shape, training))
 

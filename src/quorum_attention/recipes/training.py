@@ -23,17 +23,17 @@ class Training:
     """How a model is trained.
 
     Attributes:
-        tokens: of a sequence.
-        batch: sequences of a step.
-        dtype: of weights and activations.
+        tokens: tokens of a sequence.
+        batch: the number of sequences in a step.
+        dtype: dtype of weights and activations.
         optimizer: "none", "adamw" (two states in the weights' dtype), "adamw-fp32" (two
             states and the weights in float32).
-        lora: rank of low-rank adapters of all linear layers, the rest frozen; None
-            trains all.
-        budget: of one call of quorum attention, including its output or its gradients,
-            as for ``register``; None: no limit.
+        lora: rank of LoRA's adapters, which all linear layers get. Then all other
+            weights are frozen. None: all weights are trained.
+        budget: the budget of one call of quorum attention, which includes its output or
+            its gradients, as for ``register``; None: no limit.
         device: the kind of device that attention is planned for.
-        on: what is switched on.
+        on: the changes that are switched on.
     """
 
     tokens: int
@@ -58,19 +58,19 @@ class Training:
 
     @property
     def rows(self) -> int:
-        """Tokens of a step, of all texts of a batch."""
+        """The tokens of all sequences of a step."""
         return self.tokens * self.batch
 
     @property
     def number_bytes(self) -> int:
-        """Bytes of a weight or an activation."""
+        """Bytes of one number of ``dtype``."""
         return self.dtype.itemsize
 
     @property
     def has_frozen_weights(self) -> bool:
-        """Whether adapters alone are trained."""
+        """Whether only adapters are trained."""
         return self.lora is not None
 
     def has(self, switch: str) -> bool:
-        """Whether a switch is on."""
+        """Whether a change is switched on."""
         return switch in self.on

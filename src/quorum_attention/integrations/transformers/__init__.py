@@ -51,25 +51,26 @@ def register(
     become a ``quorum_attention.Mask``. If a model asks for something that is not
     supported, the error names it.
 
-    Call it again to change the options of a name, or with another name for other
-    options.
+    Another call with the same name changes the options of this name. Another name may
+    have other options.
 
     Args:
         name: how models ask for it.
         budget, kernel, depth, accumulator, report: of ``attention``, for every call of
             a model. The budget covers one attention call, forward and backward each.
-        min_tokens: calls with fewer queries go to SDPA if they have no mask or a causal
-            square; None is 1,024, or 0 if budget, kernel or depth is given. One query
-            (decoding) always goes to SDPA, or to FlashAttention-2 on GPUs.
+        min_tokens: SDPA computes calls with fewer queries, if they have no mask, or a
+            causal one and as many queries as keys. None is 1,024, or 0 if budget,
+            kernel or depth is given. One query (decoding) always goes to SDPA, or to
+            FlashAttention-2 on GPUs.
         group: make the model's attention sequence-parallel over this process group.
             Each rank runs the model on its contiguous rows, by
             ``distributed.attention``, with ``position_ids`` in the whole sequence (your
             own, or from ``sharded_positions``). ``report`` is then a ``ShardedReport``;
             accumulator and min_tokens cannot be given (docs/distributed.md). After
             ``destroy_process_group`` the model's attention raises ``RuntimeError``.
-        ignore: keywords that a model gives its attention, and that change no result of
-            it. Others that are unknown, as of a newer Transformers, are refused by
-            name.
+        ignore: keywords that a model gives its attention, and that do not change its
+            result. Other unknown keywords, for example of a newer Transformers, are
+            refused by name.
 
     Returns:
         ``name``.

@@ -180,7 +180,7 @@ def quorum_mask(
     device: torch.device | str = "cpu",
     **options: Any,
 ) -> DescribedMask | torch.Tensor | None:
-    """A description of a mask: how Transformers' ``AttentionMaskInterface`` calls it.
+    """Describe a mask. Transformers' ``AttentionMaskInterface`` calls this function.
 
     Args:
         batch_size, q_length, kv_length: sizes of the call.
@@ -188,16 +188,16 @@ def quorum_mask(
         mask_function: (batch, head, query position, key position) -> keep; None is
             causal.
         attention_mask: (batch, tokens) bool, True where a token is no padding.
-        device: of the description's tensors: ids of packed documents and padding, if
-            there are any.
-        options: what other kinds of masks need (dtype, config, ...).
+        device: the device of the description's tensors (ids of packed documents,
+            padding).
+        options: further arguments of Transformers' mask functions (dtype, config, ...).
 
     Returns:
-        A ``DescribedMask``. For one query it is the mask of SDPA, a tensor (batch, 1,
-        1, kv_length) or None.
+        A ``DescribedMask``. For one query, the mask for SDPA: a tensor (batch, 1, 1,
+        kv_length) or None.
 
     Raises:
-        ValueError: a mask of padding that is not of two dimensions.
+        ValueError: ``attention_mask`` is not two-dimensional.
     """
     from transformers import masking_utils
 

@@ -40,9 +40,9 @@ class PromptCache(DynamicCache):  # type: ignore[misc]
     """A cache for prompts of any length: on the device, then in host memory, then in
     files.
 
-    It is given to ``model.generate`` or a model's forward as ``past_key_values``. With
-    ``attn_implementation="quorum"`` attention reads keys and values where they lie;
-    other implementations get copies of everything, for each token.
+    Give it to ``model.generate``, or to a model's forward, as ``past_key_values``. With
+    ``attn_implementation="quorum"`` attention reads keys and values where they are.
+    Other implementations get a copy of the whole cache for each token.
 
     Args:
         config: the model's configuration.
@@ -50,8 +50,8 @@ class PromptCache(DynamicCache):  # type: ignore[misc]
         device_memory, host_memory, folder: see ``CachePlaces``.
 
     Attributes:
-        places: the memory that it may take. Forks share it.
-        notes: lines about the model that it is for, which are printed with it.
+        places: the memory that the cache and its forks may take together.
+        notes: lines about the model, which are printed with the cache.
 
     Raises:
         TypeError, ValueError: an argument that makes no sense, by name.
@@ -112,7 +112,8 @@ class PromptCache(DynamicCache):  # type: ignore[misc]
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Append keys and values (b, h_kv, n, d) to a layer's, and return all."""
+        """Append keys and values (b, h_kv, n, d) to those of a layer, and return all of
+        them."""
         tokens = (key_states, value_states, layer_idx, *args)
         if substitutes.append is None:
             return super().update(*tokens, **kwargs)
@@ -123,23 +124,25 @@ class PromptCache(DynamicCache):  # type: ignore[misc]
         remove_tokens(self.layers)
 
     def reserve(self, n_tokens: int, n_behind: int = 0) -> None:
-        """Say how many tokens the prompt has, so that each layer's lie in one piece.
+        """Reserve room for the tokens of a prompt, so that those of a layer lie in one
+        piece.
 
         Args:
             n_tokens: of the prompt.
-            n_behind: tokens behind it that the piece has room for too, if there is
-                memory for that in all layers.
+            n_behind: also reserve room for this many tokens after the prompt, if all
+                layers have memory for that.
 
         Raises:
-            TypeError, ValueError: ``n_tokens`` is no number of tokens.
+            TypeError, ValueError: ``n_tokens`` is not a number of tokens.
         """
         for layer in self._segmented_layers():
             layer.tokens.reserve(n_tokens + n_behind)
         self._n_behind = n_behind
 
     def fit_reserve(self, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Reserve no room behind the prompt if it does not fit in all layers: the first
-        ones would take it, and the last ones would have no memory for the prompt.
+        """Reserve no room after the prompt if this room does not fit in all layers.
+        Otherwise the first layers would take it, and the last layers would have no
+        memory for the prompt.
 
         Args:
             key, value: the first tokens.
@@ -157,13 +160,13 @@ class PromptCache(DynamicCache):  # type: ignore[misc]
     def prepare_device(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> None:
-        """Take the memory of all layers' reserved tokens that the device has room for.
-        If that is not all, take the memory for copies from the host, and begin to
-        compile what attends over host memory.
+        """Allocate device memory for the reserved tokens of as many layers as fit. If
+        some do not fit, allocate the buffer for copies from host memory, and begin to
+        compile the function that attends over host memory.
 
         Args:
-            query, key, value: tokens of one layer. Those of the others are probably
-                like them.
+            query, key, value: tokens of one layer; the other layers are assumed to have
+                the same shapes.
         """
         with torch.inference_mode(False):
             for layer in _spread(self._segmented_layers()):
@@ -177,11 +180,12 @@ class PromptCache(DynamicCache):  # type: ignore[misc]
     def prepare_host(
         self, layer_idx: int, key: torch.Tensor, value: torch.Tensor
     ) -> None:
-        """Take host memory for the reserved tokens of a layer that has no memory yet.
+        """Allocate host memory for the reserved tokens of a layer that has no memory
+        yet.
 
         Args:
             layer_idx: the layer.
-            key, value: tokens like those that it will get.
+            key, value: tokens with the shapes that the layer will get.
         """
         layer = self.layers[layer_idx] if layer_idx < len(self.layers) else None
         if isinstance(layer, SegmentedLayer):
@@ -191,13 +195,13 @@ class PromptCache(DynamicCache):  # type: ignore[misc]
     def promote(self, n_bytes: int, n_behind: int) -> None:
         """Move tokens from host memory to the device, after a prompt was computed.
 
-        The memory that computing took is free then, and new tokens read the device
-        faster than host memory. Whole layers move as long as they fit, then the last
-        tokens of one more layer.
+        The working memory of the prompt is free then, and a new token reads device
+        memory faster than host memory. Whole layers move as long as they fit. Then the
+        last tokens of one more layer move.
 
         Args:
-            n_bytes: free bytes of the device, besides what is left of the cache's own
-                part.
+            n_bytes: free bytes of the device, without what is left of the cache's own
+                memory.
             n_behind: tokens after the prompt, which get room on the device first.
         """
         n_bytes += self.places.remaining(Place.DEVICE)
@@ -217,7 +221,7 @@ class PromptCache(DynamicCache):  # type: ignore[misc]
         self._change_layers("crop", tokens_to_remove)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat each batch entry, without a copy of what lies in segments."""
+        """Repeat each batch entry, without a copy of tokens in segments."""
         self._change_layers("batch_repeat_interleave", repeats)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
@@ -264,8 +268,8 @@ class PromptCache(DynamicCache):  # type: ignore[misc]
         """Return a second cache with the same tokens, for another question about the
         same text.
 
-        Tokens in segments are shared and not copied. Each of both caches goes on by
-        itself.
+        Tokens in segments are shared and not copied. Later tokens of one cache are not
+        in the other.
         """
         forked = copy.copy(self)
         forked.layers = [
@@ -280,11 +284,11 @@ class PromptCache(DynamicCache):  # type: ignore[misc]
         return self.fork()
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Save the cache, for another day. What was saved in the folder before is
-        replaced at the end; an interrupted save leaves it.
+        """Save the cache in a folder. An earlier save in this folder is replaced at the
+        end. If the save is interrupted, the earlier one stays.
 
         Raises:
-            NotImplementedError: a layer of a kind that cannot be saved.
+            NotImplementedError: a layer cannot be saved.
             FileExistsError: the folder holds other files.
             OSError: the files cannot be written.
         """
@@ -293,17 +297,17 @@ class PromptCache(DynamicCache):  # type: ignore[misc]
         save_layers(folder, layers, model=self._fingerprint)
 
     def load(self, folder: str | os.PathLike[str]) -> None:
-        """Continue from a saved cache, which replaces what this one holds.
+        """Load a saved cache, which replaces the tokens of this one.
 
         Keys and values of full attention stay in the folder's files, which are mapped:
-        loading takes no time. On a GPU as many of them are copied to it as places
-        allow.
+        loading takes no time. As many of them as fit are copied to the GPU.
 
         Raises:
             FileNotFoundError: there is no saved cache.
-            ValueError: it is of another model or dtype, or a file is torn; by name.
+            ValueError: the saved cache is of another model or dtype, or a file is
+                incomplete; the error names it.
 
-        Behind an error or an interrupt the cache is as it was, or has no tokens.
+        After an error or an interrupt the cache is as it was, or has no tokens.
         """
         saved = load_layers(folder, model=self._fingerprint)
         if len(saved) != len(self.layers):

@@ -411,24 +411,25 @@ def _check_layers(module: torch.nn.Module, n_tokens: int) -> None:
 def sharded_positions(
     model: torch.nn.Module, *, group: dist.ProcessGroup | None = None
 ) -> torch.utils.hooks.RemovableHandle:
-    """Give a model's forwards ``position_ids`` of this rank's place, where a call has
-    none.
+    """Let a model's forward fill in ``position_ids`` of the whole sequence, in calls
+    that give none.
 
-    Each such forward begins with the ranks telling each other their rows, for which the
-    host waits. It raises ``ValueError`` if the model's attention is not over the group;
-    and, on all ranks, if one has no rows.
+    In each such forward the ranks first tell each other how many rows they have, and
+    the host waits for that. The forward raises ``ValueError`` if the model's attention
+    is not over the group. If a rank has no rows, it raises on all ranks.
 
     Args:
         model: called with ``input_ids`` or ``inputs_embeds`` (batch, rows, ...) by
             name.
-        group: over which the sequence is sharded; None is the default one.
+        group: the process group over which the sequence is sharded; None is the default
+            group.
 
     Returns:
-        A handle; its ``remove()`` takes it back.
+        A handle. Its ``remove()`` undoes the change.
 
     Raises:
-        ValueError: the model takes no ``position_ids``, or counts them otherwise than
-            from 0 up: by its inputs, padding or images.
+        ValueError: the model takes no ``position_ids``, or counts positions in its own
+            way (by its inputs, padding or images).
     """
     reference = None if group is None else weakref.ref(group)
     del group  # the function below would keep it

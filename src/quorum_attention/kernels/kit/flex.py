@@ -429,27 +429,27 @@ def from_score_mod(
     name: str = "flex",
     compiled: bool | None = None,
 ) -> ScoreModKernel:
-    """An inner kernel from FlexAttention's score modification and mask.
+    """An inner kernel from FlexAttention's ``score_mod`` and ``mask_mod``.
 
     Args:
-        score_mod: ``score_mod(score, batch, head, query, key)`` -> score, positions
-            global.
-        mask_mod: ``mask_mod(batch, head, query, key)`` -> which pairs are kept,
-            positions global. A mask from ``quorum_attention.kernels.kit.masks``
-            (``sliding_window``, ``document``, ``prefix_lm``, ``causal``, combined with
-            ``&`` and ``|``) knows which blocks it keeps. Any other mask is evaluated
-            for every pair of a task. Neither function may change while the kernel lives
-            (docs/kit.md): to change a value that they read, make another kernel, which
-            compiles nothing again.
+        score_mod: ``score_mod(score, batch, head, query, key)`` -> score. The last four
+            are numbers in the whole call.
+        mask_mod: ``mask_mod(batch, head, query, key)`` -> which pairs are kept, by
+            numbers in the whole call. A mask from
+            ``quorum_attention.kernels.kit.masks`` (``sliding_window``, ``document``,
+            ``prefix_lm``, ``causal``, combined with ``&`` and ``|``) knows which blocks
+            it keeps. Any other mask is evaluated for every pair of a task. Neither
+            function may change while the kernel lives (docs/kit.md). To change a value
+            that they read, make another kernel. It compiles nothing again.
         name: for messages and reports.
-        compiled: whether to use FlexAttention with torch.compile, one call for a task;
-            default True if there is CUDA. Otherwise torch's operators compute it tile
-            by tile, on any device and in float64 too.
+        compiled: True computes a task by one call of compiled FlexAttention; this is
+            the default if there is CUDA. False computes it tile by tile with torch's
+            operators, on any device and in float64 too.
 
     A call's own ``is_causal`` applies in addition.
 
     Raises:
-        TypeError: a modification that cannot be called.
+        TypeError: ``score_mod`` or ``mask_mod`` cannot be called.
 
     Examples:
         >>> def nearer(score, batch, head, query, key):

@@ -43,28 +43,30 @@ class FunctionKernel(CallsKernel):
 
     Args:
         function: ``function(query, key, value, *, is_causal, scale, ...) -> (out,
-            lse)`` for a plain rectangle, or with ``is_causal`` a square whose keys
-            after the query are masked. query (b, h, lq, d), key (b, h, lk, d), value
-            (b, h, lk, dv) are strided views. out (b, h, lq, dv) is normalised; lse (b,
-            h, lq) is the natural log of the sum of exponentials, -inf (with any out) in
-            rows without keys. If it has parameters with these names, it also gets
-            ``query_positions`` (lq,), ``key_positions`` (lk,), ``head_indices`` (h,) of
-            the query heads and ``batch_indices`` (b,): int64, counted in the whole
-            call. It must not change while the kernel lives, and runs without autocast.
-        name: for messages and reports; default the function's.
+            lse)`` for some queries and some keys of the call. With ``is_causal`` these
+            are a square on the diagonal, and a query sees no later key. query (b, h,
+            lq, d), key (b, h, lk, d), value (b, h, lk, dv) are strided views. out (b,
+            h, lq, dv) is normalised; lse (b, h, lq) is the natural log of the sum of
+            exponentials, -inf (with any out) in rows without keys. If it has parameters
+            with these names, it also gets ``query_positions`` (lq,), ``key_positions``
+            (lk,), ``head_indices`` (h,) of the query heads and ``batch_indices`` (b,):
+            int64, counted in the whole call. The function must not change while the
+            kernel lives. It runs without autocast.
+        name: for messages and reports; the default is the function's name.
         backward: ``backward(grad_out, query, key, value, out, lse, *, is_causal, scale,
-            ...)`` -> gradients of query, key and value, given the whole row's out and
-            lse (as in FlashAttention). Default: autograd through ``function``, whose
-            out and lse must then be differentiable.
+            ...)`` -> gradients of query, key and value. out and lse are those of whole
+            rows (as in FlashAttention). By default autograd computes gradients through
+            ``function``, whose out and lse must then be differentiable.
         grouped: whether the function takes fewer key heads than query heads.
         workspace: ``workspace(call, extent)`` -> upper bound of the bytes that a call
             allocates. Default: four score matrices in fp32, enough for a function that
             materialises scores.
-        positive_scale: True if the function needs a scale above 0, as torch's operator
-            for CPUs does in causal calls; calls with other scales are then refused.
+        positive_scale: True if the function is right only for a scale above 0, as
+            torch's operator for CPUs is in causal calls. Calls with other scales are
+            then refused.
 
     Raises:
-        TypeError: not callable, or it lacks ``is_causal`` or ``scale``.
+        TypeError: ``function`` is not callable, or lacks ``is_causal`` or ``scale``.
 
     Examples:
         >>> def mine(query, key, value, *, is_causal, scale):

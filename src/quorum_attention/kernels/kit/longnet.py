@@ -52,12 +52,11 @@ class LongNetKernel(CallsKernel):
     Args:
         settings: (segment, dilation) pairs; a segment is a positive multiple of its
             dilation.
-        full_precision: whether 16-bit tokens are computed in fp32, by torch's
-            operators. Then no partial result is rounded to 16 bits: slower, and more
-            exact.
+        full_precision: whether torch's operators compute 16-bit inputs in fp32. Then no
+            partial result is rounded to 16 bits, which is slower and more exact.
 
     Raises:
-        ValueError: no settings, or one that makes no sense.
+        ValueError: ``settings`` is empty, or one of them is wrong.
         TypeError: a number that is not whole.
 
     Examples:

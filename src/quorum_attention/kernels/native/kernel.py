@@ -70,21 +70,21 @@ class NativeKernel(Kernel):
     """Triton attention of whole tasks, for many shapes and masks that other kernels
     refuse.
 
-    It reads and writes fp32 statistics, so partial results are not rounded in between;
-    gradients are deterministic. It takes head dimensions up to 256 (forward alone:
-    576), not only powers of two; fp16, bf16 and fp32 (IEEE, not TF32); grouped heads;
-    additive and boolean masks.
+    It reads and writes fp32 statistics, so partial results are not rounded. Gradients
+    repeat bit for bit. It takes all head dimensions up to 256 (up to 576 without
+    gradients); fp16, bf16 and fp32 (IEEE, not TF32); grouped heads; additive and
+    boolean masks.
 
     Args:
         window: sliding window: tokens to each side, or (left, right); -1 is no limit.
-        softcap: bound of the scores, ``softcap * tanh(score / softcap)``.
+        softcap: scores become ``softcap * tanh(score / softcap)``.
         alibi_slopes: (query heads,): ``slope * |i - j|`` is subtracted from the score.
-            Copied; slopes get no gradient.
-        allow_tf32: for fp32 inputs, faster and less exact products.
+            The tensor is copied, and gets no gradient.
+        allow_tf32: for fp32 inputs: products are faster and less exact.
 
     Raises:
         TypeError, ValueError: an argument that makes no sense, by name.
-        NotImplementedError: slopes that would get a gradient.
+        NotImplementedError: ``alibi_slopes`` requires a gradient.
 
     Examples:
         >>> kernel = qa.NativeKernel(window=(4095, 0), softcap=50.0)
