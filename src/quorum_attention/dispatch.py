@@ -105,12 +105,36 @@ def _uncompiled_results(
     return dispatch_uncached(query, key, value, arguments, call_key)
 
 
+def cached_request(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, arguments: Arguments
+) -> Request | None:
+    """Return the request of a plain call without a mask, checked at the first one like
+    it; None: the call is none that is cached."""
+    if not is_plain_call(query, key, value, arguments):
+        return None
+    call_key = cache_key(query, key, value, arguments)
+    if call_key is None:
+        return None
+    request = _CACHE.get(call_key)
+    if request is None:
+        _, request = _checked_and_cached(query, key, value, arguments, call_key)
+    return None if request.decisions is None else request
+
+
 @uncompiled
 def dispatch_uncached(
     query: Any, key: Any, value: Any, arguments: Arguments, call_key: Hashable | None
 ) -> OutLse:
     """Check a call, cache its request under ``call_key`` if it has one, and compute
     (out, lse)."""
+    tensors, request = _checked_and_cached(query, key, value, arguments, call_key)
+    return attend(tensors, request, arguments.out)
+
+
+def _checked_and_cached(
+    query: Any, key: Any, value: Any, arguments: Arguments, call_key: Hashable | None
+) -> tuple[Tensors, Request]:
+    """Check a call, and cache its request under ``call_key`` if it has one."""
     tensors, request = checked_request("attention", query, key, value, arguments)
     # If tensors were broadcast, tensors like the given ones are not those of the
     # request.
@@ -122,7 +146,7 @@ def dispatch_uncached(
             _CACHE.clear()
         request = replace(request, decisions={})
         _CACHE[call_key] = request
-    return attend(tensors, request, arguments.out)
+    return tensors, request
 
 
 @restores_grad_and_autocast

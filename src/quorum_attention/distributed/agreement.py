@@ -7,7 +7,8 @@ are given.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -27,8 +28,35 @@ CallSignature = Mapping[str, object]
 # same call.
 _MAX_CALLS = 1024
 
-# The calls that each group has agreed on.
-_AGREED: WeakKeyDictionary[dist.ProcessGroup, set[str]] = WeakKeyDictionary()
+
+@dataclass(slots=True)
+class AgreedCalls:
+    """Calls on which the ranks of a group have agreed.
+
+    Attributes:
+        names: of the calls, the same on all ranks.
+        prepared: what this rank keeps of such calls, by keys of its own.
+    """
+
+    names: set[str] = field(default_factory=set)
+    prepared: dict[Hashable, Any] = field(default_factory=dict)
+
+    def keep(self, key: Hashable, prepared: Any) -> None:
+        """Keep what was prepared for a call."""
+        if len(self.prepared) >= _MAX_CALLS:
+            self.prepared.clear()
+        self.prepared[key] = prepared
+
+
+_AGREED: WeakKeyDictionary[dist.ProcessGroup, AgreedCalls] = WeakKeyDictionary()
+
+
+def agreed_calls(group: dist.ProcessGroup) -> AgreedCalls:
+    """Return the calls on which the ranks of a group have agreed."""
+    agreed = _AGREED.get(group)
+    if agreed is None or len(agreed.names) >= _MAX_CALLS:
+        agreed = _AGREED[group] = AgreedCalls()
+    return agreed
 
 
 def compare(
@@ -67,7 +95,7 @@ def agree_on(
     name = repr(signature)
     if not _is_agreed(group, query, name):
         compare(group, signature)
-        _AGREED[group].add(name)
+        agreed_calls(group).names.add(name)
 
 
 def agree_on_lengths(
@@ -105,7 +133,7 @@ def agree_on_lengths(
                 f"of each rank, {list(rows_of_ranks)}, or on all of them for all "
                 f"{n_tokens}, got {list(widths)}"
             )
-    _AGREED[group].add(name)
+    agreed_calls(group).names.add(name)
     return rows_of_ranks
 
 
@@ -128,10 +156,7 @@ def _call_name(
 
 def _is_agreed(group: dist.ProcessGroup, query: torch.Tensor, name: str) -> bool:
     """Tell whether the ranks need not compare a call again."""
-    agreed = _AGREED.setdefault(group, set())
-    if len(agreed) >= _MAX_CALLS:
-        agreed.clear()
-    return name in agreed and not on_host(query.device)
+    return name in agreed_calls(group).names and not on_host(query.device)
 
 
 def _checked_lengths(

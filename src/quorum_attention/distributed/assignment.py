@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
@@ -186,8 +186,21 @@ class Assignment:
 
         Keys have the same heads for all blocks of the stage.
         """
+        return self._rows_by_place.get((rank, stage), {})
+
+    @cached_property
+    def _rows_by_place(self) -> dict[tuple[int, int], RowsNeeded]:
+        """The rows that are needed, by rank and stage."""
+        rows: dict[tuple[int, int], RowsNeeded] = {}
+        for rank, stages in enumerate(self.shares):
+            for stage, blocks in enumerate(stages):
+                rows[rank, stage] = self._rows_of(blocks)
+        return rows
+
+    def _rows_of(self, blocks: Iterable[ShardBlock]) -> RowsNeeded:
+        """Return the rows of all blocks of a stage."""
         needed: dict[HeadSlice, list[Interval]] = defaultdict(list)
-        for block in self.blocks(rank, stage):
+        for block in blocks:
             queries = HeadSlice(Operand.QUERY, block.heads)
             needed[queries].append(block.queries)
             kv_heads = self.shape.kv_of(block.heads)
@@ -211,11 +224,10 @@ class Assignment:
         starts = self.shape.starts
         requests: list[tuple[int, int, HeadSlice, tuple[Interval, ...]]] = []
         rows_of_heads: dict[HeadSlice, list[Interval]] = defaultdict(list)
-        for rank, stages in enumerate(self.shares):
-            for stage in range(len(stages)):
-                for head_slice, rows in self.rows_needed(rank, stage).items():
-                    requests.append((rank, stage, head_slice, rows))
-                    rows_of_heads[head_slice] += rows
+        for (rank, stage), needed in self._rows_by_place.items():
+            for head_slice, rows in needed.items():
+                requests.append((rank, stage, head_slice, rows))
+                rows_of_heads[head_slice] += rows
         for rank, stage, head_slice, rows in requests:
             shared_rows = covered_twice(rows_of_heads[head_slice])
             edges = sorted(chain(starts, *shared_rows))
@@ -248,13 +260,19 @@ class Assignment:
         n_sharded = self.shape.n_tokens * n_heads
         return n_gathered <= _MAX_KEPT_SHARE * n_sharded
 
-    def slices_of(self, rank: int, stage: int) -> list[RowSlice]:
+    def slices_of(self, rank: int, stage: int) -> tuple[RowSlice, ...]:
         """Return the row slices of a stage that a rank sends or gets."""
-        return [
-            part
-            for part in self.row_slices
-            if part.stage == stage and rank in (part.rank, part.owner)
-        ]
+        return tuple(self._slices_by_place[rank, stage])
+
+    @cached_property
+    def _slices_by_place(self) -> dict[tuple[int, int], list[RowSlice]]:
+        """The row slices by the rank that sends or gets them, and by stage."""
+        slices: dict[tuple[int, int], list[RowSlice]] = defaultdict(list)
+        for part in self.row_slices:
+            slices[part.rank, part.stage].append(part)
+            if part.owner != part.rank:
+                slices[part.owner, part.stage].append(part)
+        return slices
 
     def most_received(self, row_bytes: RowBytes) -> int:
         """Return the bytes received in a forward by the rank that receives most."""

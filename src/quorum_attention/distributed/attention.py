@@ -4,25 +4,27 @@ results."""
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from quorum_attention.argument_checks import shown
 from quorum_attention.call.block import WholeCall
-from quorum_attention.call.options import Arguments, CallOptions
+from quorum_attention.call.options import DEFAULT_OPTIONS, Arguments, CallOptions
 from quorum_attention.call.request import Request, request_of
 from quorum_attention.call.settings import current_settings, with_current_settings
 from quorum_attention.call.validation import Tensors
+from quorum_attention.dispatch import cache_key, is_plain_call
 from quorum_attention.distributed import strategies
 from quorum_attention.distributed.agreement import (
     CallSignature,
     agree_on,
     agree_on_lengths,
+    agreed_calls,
     compare,
 )
 from quorum_attention.distributed.assignment import Assignment, RowBytes
@@ -65,6 +67,17 @@ _COMMON_SIZES = (
     "dtype",
     "is_causal",
 )
+
+
+class _Prepared(NamedTuple):
+    """A call that has been checked.
+
+    Attributes:
+        shard: the request of this rank's rows.
+    """
+
+    shard: Request
+    call: ShardedCall
 
 
 @uncompiled
@@ -139,7 +152,6 @@ def attention(
     """
     group = resolve_group(group)
     options = CallOptions(budget, None, depth, kernel)
-    mask = checked_mask(attn_mask)
     arguments = Arguments(
         None,
         dropout_p,
@@ -147,11 +159,77 @@ def attention(
         is_causal,
         scale,
         enable_gqa,
-        options=with_current_settings(options),
+        options=DEFAULT_OPTIONS if options.is_default else options,
     )
-    inputs, shard = _checked_shard(query, key, value, arguments, report)
-    options = options._replace(kernel=shard.options.kernel)
-    signature = _signature_of(shard, mask, dropout_seed)
+    call_key: Hashable | None = None
+    if attn_mask is None and report is None and lengths is not None:
+        call_key = _call_key(query, key, value, arguments, lengths)
+    inputs = Tensors(query, key, value, None)
+    prepared: _Prepared | None = agreed_calls(group).prepared.get(call_key)
+    if prepared is None:
+        inputs, prepared = _prepare(
+            query,
+            key,
+            value,
+            attn_mask,
+            arguments,
+            group,
+            lengths,
+            report,
+        )
+        is_unchanged = (
+            inputs.query is query and inputs.key is key and inputs.value is value
+        )
+        if call_key is not None and is_unchanged:
+            agreed_calls(group).keep(call_key, prepared)
+    shard, call = prepared
+    with torch.autocast(inputs.query.device.type, enabled=False):
+        shards = _flattened_shards(inputs, call.whole_call.shape)
+        out = _apply(*shards, *call.mask_params, call)
+    out = out.to(shard.shape.dtype)
+    out = out.reshape(*inputs.query.shape[:-1], shard.shape.value_dim)
+    return shard.drop_heads(out)
+
+
+def _call_key(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    arguments: Arguments,
+    lengths: Sequence[int] | str,
+) -> Hashable | None:
+    """Return the key of a call on a GPU that needs neither be checked nor compared
+    where there was one like it, or None."""
+    if not is_plain_call(query, key, value, arguments) or on_host(query.device):
+        return None
+    key_of_shard = cache_key(query, key, value, arguments)
+    return None if key_of_shard is None else (key_of_shard, repr(lengths))
+
+
+def _prepare(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | Mask | None,
+    arguments: Arguments,
+    group: dist.ProcessGroup,
+    lengths: Sequence[int] | str | None,
+    report: ShardedReport | None,
+) -> tuple[Tensors, _Prepared]:
+    """Check a call, compare it with those of the other ranks, and decide who computes
+    what.
+
+    Returns:
+        This rank's tensors, and the rest, which holds no tensors where there is no
+        mask.
+    """
+    mask = checked_mask(attn_mask)
+    options = arguments.options
+    checked = arguments._replace(options=with_current_settings(options))
+    inputs, shard = _checked_shard(query, key, value, checked, report)
+    if shard.options.kernel is not options.kernel:
+        options = options._replace(kernel=shard.options.kernel)
+    signature = _signature_of(shard, mask, arguments.dropout_seed)
     lengths_of_ranks = agree_on_lengths(
         group,
         inputs.query,
@@ -173,37 +251,34 @@ def attention(
         kept_hash = {"the pairs that attn_mask keeps (a hash)": hash(kept_pairs)}
         agree_on(group, inputs.query, kept_hash)
     whole_call = WholeCall(shape, mask, shard.scale, shard.dropout)
-    with torch.autocast(inputs.query.device.type, enabled=False):
-        shards = _flattened_shards(inputs, shape)
-        assignment, row_bytes = _assign(
-            whole_call, lengths_of_ranks, kept_pairs, shards[0]
+    query_of_rank, *_ = _flattened_shards(inputs, shape)
+    assignment, row_bytes = _assign(
+        whole_call, lengths_of_ranks, kept_pairs, query_of_rank
+    )
+    # Whole heads in turns, where nothing limits a call's memory.
+    has_turns = assignment.whole_heads and assignment.n_stages > 1
+    is_unlimited = options is DEFAULT_OPTIONS and current_settings() is None
+    call = ShardedCall(
+        assignment,
+        whole_call,
+        weakref.ref(group),
+        group.rank(),
+        options,
+        signature,
+        report,
+        two_streams=has_turns and is_unlimited,
+    )
+    if report is not None:
+        report.fill(
+            call.group,
+            way=assignment.way,
+            pairs=assignment.n_pairs(call.rank),
+            imbalance=assignment.imbalance,
+            stages=assignment.n_stages,
+            kept=assignment.keeps_inputs,
+            most_forward_bytes=assignment.most_received(row_bytes),
         )
-        # Whole heads in turns, where nothing limits a call's memory.
-        has_turns = assignment.whole_heads and assignment.n_stages > 1
-        is_unlimited = options.is_default and current_settings() is None
-        call = ShardedCall(
-            assignment,
-            whole_call,
-            weakref.ref(group),
-            group.rank(),
-            options,
-            signature,
-            report,
-            two_streams=has_turns and is_unlimited,
-        )
-        if report is not None:
-            report.fill(
-                call.group,
-                way=assignment.way,
-                pairs=assignment.n_pairs(call.rank),
-                imbalance=assignment.imbalance,
-                stages=assignment.n_stages,
-                kept=assignment.keeps_inputs,
-                most_forward_bytes=assignment.most_received(row_bytes),
-            )
-        out = _apply(*shards, *call.mask_params, call)
-    out = out.to(shape.dtype).reshape(*inputs.query.shape[:-1], shape.value_dim)
-    return shard.drop_heads(out)
+    return inputs, _Prepared(shard, call)
 
 
 def _checked_shard(
@@ -313,7 +388,8 @@ def _assign(
     )
     pair_flops = 2.0 * shape.batch * shape.kv_width
     flops = 0.0
-    if units == "pairs" and not on_host(query.device):
+    on_gpu = not on_host(query.device)
+    if units == "pairs" and on_gpu:
         flops = sharded.n_pairs / sharded.n_ranks * pair_flops
     sharded = replace(sharded, n_head_groups=strategies.n_head_groups(flops))
     element = shape.batch * query.element_size()
@@ -325,7 +401,10 @@ def _assign(
         partial=(shape.value_dim + 1) * state,
         lse=state,
     )
-    return strategies.choose_assignment(sharded, row_bytes, pair_flops), row_bytes
+    assignment = strategies.choose_assignment(
+        sharded, row_bytes, pair_flops, on_gpu=on_gpu
+    )
+    return assignment, row_bytes
 
 
 class _ShardedAttention(torch.autograd.Function):

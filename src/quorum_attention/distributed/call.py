@@ -12,10 +12,14 @@ import torch
 import torch.distributed as dist
 
 from quorum_attention.autograd import run_with_hook
+from quorum_attention.call.backward_inputs import BackwardInputs
 from quorum_attention.call.block import BlockResults, CallBlock, Masked, WholeCall
-from quorum_attention.call.options import CallOptions
+from quorum_attention.call.options import DEFAULT_OPTIONS, Arguments, CallOptions
+from quorum_attention.call.request import Request
 from quorum_attention.call.settings import with_current_settings
+from quorum_attention.call.validation import Tensors
 from quorum_attention.decomposition.intervals import Interval
+from quorum_attention.dispatch import cached_request
 from quorum_attention.distributed.agreement import CallSignature
 from quorum_attention.distributed.assignment import (
     Assignment,
@@ -33,6 +37,7 @@ from quorum_attention.distributed.report import ShardedReport
 from quorum_attention.execution.report import Report
 from quorum_attention.kernels.tensors import NamedTensors
 from quorum_attention.passes.block_call import compute_block
+from quorum_attention.passes.run import run_backward, run_forward
 
 
 class MaskParams(NamedTuple):
@@ -167,6 +172,9 @@ class ShardedCall:
     ) -> tuple[torch.Tensor, ...]:
         """Make the attention call of a block, with a report of its own if there is one
         of all."""
+        request = self._cached_request(inputs, masked)
+        if request is not None:
+            return self._run_request(request, inputs)
         report: Report | None = None
         if self.report is not None:
             report = Report()
@@ -185,6 +193,45 @@ class ShardedCall:
             results,
             masked,
         )
+
+    def _cached_request(
+        self, inputs: NamedTensors, masked: Masked | None
+    ) -> Request | None:
+        """Return the request of a block of whole heads that needs not be checked again;
+        None: it has to be."""
+        is_plain = masked is not None and self.assignment.whole_heads
+        if not is_plain or self.options is not DEFAULT_OPTIONS or self.report:
+            return None
+        arguments = Arguments(
+            is_causal=self.whole_call.shape.is_causal,
+            scale=self.whole_call.scale,
+            enable_gqa=True,
+        )
+        return cached_request(
+            inputs["query"],
+            inputs["key"],
+            inputs["value"],
+            arguments,
+        )
+
+    def _run_request(
+        self, request: Request, inputs: NamedTensors
+    ) -> tuple[torch.Tensor, ...]:
+        """Compute the results of a plain block."""
+        tensors = Tensors(
+            inputs["query"],
+            inputs["key"],
+            inputs["value"],
+            None,
+        )
+        if "grad_out" not in inputs:
+            return run_forward(tensors, request)
+        backward_inputs = BackwardInputs(
+            inputs["grad_out"],
+            inputs["out"],
+            inputs["lse"],
+        )
+        return run_backward(tensors, request, backward_inputs)
 
     def _add_mask_grads(
         self, mask_grads: MaskParams, block: CallBlock, grads: Sequence[torch.Tensor]

@@ -7,22 +7,23 @@ message to each other rank, which has all tensors of all row slices between the 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from operator import attrgetter
-from typing import Any, Literal
+import math
+from collections.abc import Callable, Iterable
+from functools import lru_cache
+from operator import itemgetter
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from quorum_attention.arithmetic import round_up
 from quorum_attention.distributed.assignment import Operand, RowSlice
 from quorum_attention.distributed.gathered_rows import (
     GatheredRows,
     RowsByHeads,
     Shards,
-    empty_rows,
 )
-from quorum_attention.kernels.carving import bytes_of, views_of
+from quorum_attention.kernels.carving import view_at
 from quorum_attention.kernels.tensors import NamedTensors
 
 # Tensors of a message begin at multiples of this, so that each can be viewed in any
@@ -30,139 +31,213 @@ from quorum_attention.kernels.tensors import NamedTensors
 _ALIGNMENT = 16
 
 
-@dataclass(frozen=True, slots=True)
-class Parcel:
-    """The tensors of a row slice, from one rank to another or to the same.
+class RowFormat(NamedTuple):
+    """Sizes and dtype of the rows of a tensor.
 
     Attributes:
-        row_slice: the rows.
-        source, target: ranks.
-        specs: what is sent, by name, on the device "meta".
-        rows: what the tensors are cut from; None on other ranks than the source.
+        name: of the tensor.
+        row_sizes: the dimensions after (batch, heads, rows).
     """
 
-    row_slice: RowSlice
-    source: int
-    target: int
-    specs: NamedTensors
-    rows: GatheredRows | None
-
-    @property
-    def n_bytes(self) -> int:
-        """The bytes of a message that the tensors take."""
-        return bytes_of(self.specs.values(), _ALIGNMENT)
-
-    def views(self, message: torch.Tensor) -> NamedTensors:
-        """Return the tensors as views of their bytes of a message."""
-        views = views_of(message, self.specs.values(), _ALIGNMENT)
-        return dict(zip(self.specs, views, strict=True))
-
-    def cut(self) -> NamedTensors:
-        """Return the tensors to be sent, views where they are."""
-        assert self.rows is not None, "only the source has the rows"
-        parts = self.rows.at(self.row_slice.heads, [self.row_slice.rows])
-        return {name: parts[name] for name in self.specs}
+    name: str
+    dtype: torch.dtype
+    batch: int
+    row_sizes: tuple[int, ...]
 
 
-class Message:
-    """Parcels to or from all other ranks in one buffer, uninitialised.
+class TensorPlace(NamedTuple):
+    """Where a tensor lies in a message: its first byte."""
+
+    name: str
+    start: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def view(self, buffer: torch.Tensor) -> torch.Tensor:
+        """Return the tensor as a view of its bytes."""
+        return view_at(
+            buffer,
+            self.start,
+            self.shape,
+            self.dtype,
+        )
+
+
+class MessagePlan(NamedTuple):
+    """Tensors in one buffer, those to or from rank 0 first.
+
+    Attributes:
+        bytes_of_ranks: how many bytes are to or from each rank.
+        places: where the tensors of each row slice lie.
+    """
+
+    bytes_of_ranks: list[int]
+    places: dict[RowSlice, list[TensorPlace]]
+
+    def allocate(self, device: torch.device) -> torch.Tensor:
+        """Return the buffer, uninitialised."""
+        n_bytes = sum(self.bytes_of_ranks)
+        return torch.empty(n_bytes, dtype=torch.uint8, device=device)
+
+
+Formats = tuple[tuple[RowFormat, ...], ...]
+"""Of the tensors of each operand."""
+
+
+class ExchangePlan(NamedTuple):
+    """The messages of a rank.
+
+    Attributes:
+        inbox, outbox: from and to all other ranks.
+        arriving: the row slices that are for this rank, its own among them, with the
+            names of their tensors. Results are added up in this order.
+    """
+
+    inbox: MessagePlan
+    outbox: MessagePlan
+    arriving: list[tuple[RowSlice, list[str]]]
+
+
+@lru_cache(maxsize=1024)
+def _plan_exchange(
+    row_slices: tuple[RowSlice, ...],
+    formats: Formats,
+    rank: int,
+    n_ranks: int,
+    sum_dtype: torch.dtype | None,
+) -> ExchangePlan:
+    """Plan an exchange of inputs, or of results.
 
     Args:
-        parcels: on all ranks in the same order.
-        peer: the end of the parcels that is another rank.
-
-    Attributes:
-        buffer: bytes, those of rank 0 first.
-        bytes_of_ranks: how many bytes are to or from each rank.
-        tensors: views of the buffer, by row slice and name.
+        row_slices: of this rank, on all ranks in the same order.
+        sum_dtype: of results that have to be added up; None: inputs are sent.
     """
+    inbox = MessagePlan([0] * n_ranks, {})
+    outbox = MessagePlan([0] * n_ranks, {})
+    arriving: list[tuple[RowSlice, list[str]]] = []
+    moving: list[tuple[int, MessagePlan, RowSlice]] = []
+    for part in row_slices:
+        names = [row_format.name for row_format in formats[part.operand]]
+        if not names:
+            continue
+        source, target = _ends_of(part, is_result=sum_dtype is not None)
+        if target == rank:
+            arriving.append((part, names))
+        if source == target:
+            continue
+        if target == rank:
+            moving.append((source, inbox, part))
+        else:
+            moving.append((target, outbox, part))
+    # The order of slices with the same peer stays.
+    for peer, message, part in sorted(moving, key=itemgetter(0)):
+        start = sum(message.bytes_of_ranks)
+        dtype = None if part.is_exclusive else sum_dtype
+        places = _places_from(start, part, formats[part.operand], dtype)
+        message.places[part] = places
+        message.bytes_of_ranks[peer] += _end_of(places[-1]) - start
+    return ExchangePlan(inbox, outbox, arriving)
 
-    def __init__(
-        self,
-        parcels: Iterable[Parcel],
-        peer: Literal["source", "target"],
-        n_ranks: int,
-        device: torch.device,
-    ) -> None:
-        # The order of parcels with the same peer stays.
-        parcels = sorted(parcels, key=attrgetter(peer))
-        self.bytes_of_ranks = [0] * n_ranks
-        for parcel in parcels:
-            rank = getattr(parcel, peer)
-            self.bytes_of_ranks[rank] += parcel.n_bytes
-        n_bytes = sum(self.bytes_of_ranks)
-        self.buffer = torch.empty(n_bytes, dtype=torch.uint8, device=device)
-        self.tensors: dict[RowSlice, NamedTensors] = {}
-        start = 0
-        for parcel in parcels:
-            stop = start + parcel.n_bytes
-            self.tensors[parcel.row_slice] = parcel.views(self.buffer[start:stop])
-            start = stop
+
+def _ends_of(part: RowSlice, is_result: bool) -> tuple[int, int]:
+    """Return the ranks that send and get a row slice."""
+    return (part.rank, part.owner) if is_result else (part.owner, part.rank)
+
+
+def _places_from(
+    start: int,
+    part: RowSlice,
+    formats: Iterable[RowFormat],
+    dtype: torch.dtype | None,
+) -> list[TensorPlace]:
+    """Return the places of a row slice's tensors, one behind the other.
+
+    Args:
+        dtype: None: the tensors' own.
+    """
+    places: list[TensorPlace] = []
+    for row_format in formats:
+        shape = (
+            row_format.batch,
+            part.heads.length,
+            part.rows.length,
+            *row_format.row_sizes,
+        )
+        place = TensorPlace(row_format.name, start, shape, dtype or row_format.dtype)
+        places.append(place)
+        start = _end_of(place)
+    return places
+
+
+def _end_of(place: TensorPlace) -> int:
+    """Return where the next tensor begins."""
+    n_bytes = math.prod(place.shape) * place.dtype.itemsize
+    return place.start + round_up(n_bytes, _ALIGNMENT)
 
 
 class Exchange:
     """Row slices that are sent between the ranks; made by ``inputs`` or ``results``.
 
     All ranks of the group make an exchange together, of the same slices in the same
-    order. A rank may leave out slices that it neither sends nor gets.
+    order. A rank may leave out slices that it neither sends nor gets. What is sent is
+    packed at once.
 
     Args:
-        parcels: of this rank; they are packed at once.
-        device: of their tensors.
+        rows_of: the rows of this rank that a row slice is cut from.
+        device: of the tensors.
     """
 
     def __init__(
-        self, parcels: Sequence[Parcel], group: dist.ProcessGroup, device: torch.device
+        self,
+        plan: ExchangePlan,
+        rows_of: Callable[[RowSlice], GatheredRows],
+        group: dist.ProcessGroup,
+        device: torch.device,
     ) -> None:
+        self._plan = plan
         self._group = group
         self._work: Any = None
-        rank = group.rank()
-        moving = [parcel for parcel in parcels if parcel.source != parcel.target]
-        incoming = [parcel for parcel in moving if parcel.target == rank]
-        outgoing = [parcel for parcel in moving if parcel.source == rank]
-        self._inbox = Message(incoming, "source", group.size(), device)
-        self._outbox = Message(outgoing, "target", group.size(), device)
-        for parcel in outgoing:
-            places = self._outbox.tensors[parcel.row_slice]
-            for name, tensor in parcel.cut().items():
-                places[name].copy_(tensor)
-        # The order of the parcels is the order in which results are added up.
+        self._inbox = plan.inbox.allocate(device)
+        self._outbox = plan.outbox.allocate(device)
+        for part, places in plan.outbox.places.items():
+            tensors = rows_of(part).at(part.heads, [part.rows])
+            for place in places:
+                place.view(self._outbox).copy_(tensors[place.name])
         self._arriving: list[tuple[RowSlice, NamedTensors]] = []
-        for parcel in parcels:
-            if parcel.target != rank:
+        for part, names in plan.arriving:
+            if part.rank == part.owner:
+                tensors = rows_of(part).at(part.heads, [part.rows])
+                local_rows = {name: tensors[name] for name in names}
+                self._arriving.append((part, local_rows))
                 continue
-            if parcel.source == rank:
-                tensors = parcel.cut()
-            else:
-                tensors = self._inbox.tensors[parcel.row_slice]
-            self._arriving.append((parcel.row_slice, tensors))
+            places = plan.inbox.places[part]
+            received = {place.name: place.view(self._inbox) for place in places}
+            self._arriving.append((part, received))
 
     @classmethod
     def inputs(
-        cls, row_slices: Iterable[RowSlice], shards: Shards, group: dist.ProcessGroup
+        cls,
+        row_slices: tuple[RowSlice, ...],
+        shards: Shards,
+        group: dist.ProcessGroup,
     ) -> Exchange:
         """Pack rows of the shards, from their owners to the ranks that compute with
         them."""
-        parcels: list[Parcel] = []
-        for part in row_slices:
-            shard = shards[part.operand]
-            if shard.tensors:
-                specs = _specs_of(part, shard)
-                parcels.append(
-                    Parcel(
-                        part,
-                        part.owner,
-                        part.rank,
-                        specs,
-                        shard,
-                    )
-                )
-        return cls(parcels, group, shards[Operand.QUERY].device)
+        formats = _formats_of(shards)
+        plan = _plan_exchange(
+            row_slices,
+            formats,
+            group.rank(),
+            group.size(),
+            None,
+        )
+        device = shards[Operand.QUERY].device
+        return cls(plan, lambda part: shards[part.operand], group, device)
 
     @classmethod
     def results(
         cls,
-        row_slices: Iterable[RowSlice],
+        row_slices: tuple[RowSlice, ...],
         computed: RowsByHeads,
         targets: Shards,
         state_dtype: torch.dtype,
@@ -175,43 +250,36 @@ class Exchange:
             targets: the rows of this rank that the results of all ranks are for.
             state_dtype: dtype of results that have to be added up.
         """
-        parcels: list[Parcel] = []
-        for part in row_slices:
-            target = targets[part.operand]
-            if target.tensors:
-                dtype = None if part.is_exclusive else state_dtype
-                specs = _specs_of(part, target, dtype)
-                rows = computed.get(part.head_slice)
-                parcels.append(
-                    Parcel(
-                        part,
-                        part.rank,
-                        part.owner,
-                        specs,
-                        rows,
-                    )
-                )
-        return cls(parcels, group, targets[Operand.QUERY].device)
+        formats = _formats_of(targets)
+        plan = _plan_exchange(
+            row_slices,
+            formats,
+            group.rank(),
+            group.size(),
+            state_dtype,
+        )
+        device = targets[Operand.QUERY].device
+        return cls(plan, lambda part: computed[part.head_slice], group, device)
 
     @property
     def received_bytes(self) -> int:
         """The bytes that come from other ranks."""
-        return self._inbox.buffer.numel()
+        return self._inbox.numel()
 
     @property
     def messages(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The bytes that come, and those that are sent."""
-        return self._inbox.buffer, self._outbox.buffer
+        return self._inbox, self._outbox
 
     def start(self) -> None:
         """Send the message to each rank, beside what the caller does next."""
         if self._group.size() == 1:
             return
         self._work = dist.all_to_all_single(
-            self._inbox.buffer,
-            self._outbox.buffer,
-            self._inbox.bytes_of_ranks,
-            self._outbox.bytes_of_ranks,
+            self._inbox,
+            self._outbox,
+            self._plan.inbox.bytes_of_ranks,
+            self._plan.outbox.bytes_of_ranks,
             group=self._group,
             async_op=True,
         )
@@ -227,10 +295,14 @@ class Exchange:
         return self._arriving
 
 
-def _specs_of(
-    row_slice: RowSlice, rows: GatheredRows, dtype: torch.dtype | None = None
-) -> NamedTensors:
-    """Return tensors on the device "meta" like those of ``rows``, for a row slice; in
-    ``dtype``, if any."""
-    n_heads = row_slice.heads.length
-    return empty_rows(rows.tensors, n_heads, row_slice.rows.length, dtype, "meta")
+def _formats_of(rows: Shards) -> Formats:
+    """Return what the tensors of each operand are like."""
+    formats: list[tuple[RowFormat, ...]] = []
+    for operand in Operand:
+        formats_of_operand: list[RowFormat] = []
+        for name, tensor in rows[operand].tensors.items():
+            batch, _, _, *row_sizes = tensor.shape
+            row_format = RowFormat(name, tensor.dtype, batch, tuple(row_sizes))
+            formats_of_operand.append(row_format)
+        formats.append(tuple(formats_of_operand))
+    return tuple(formats)

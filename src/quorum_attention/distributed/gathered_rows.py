@@ -36,7 +36,12 @@ class GatheredRows:
         """Return uninitialised rows; batch, dtypes and sizes of a row are those of
         ``tensors``."""
         n_heads = head_slice.heads.length
-        return cls(head_slice, rows, empty_rows(tensors, n_heads, counted(rows)))
+        n_rows = counted(rows)
+        allocated: NamedTensors = {}
+        for name, tensor in tensors.items():
+            batch, _, _, *row_sizes = tensor.shape
+            allocated[name] = tensor.new_empty((batch, n_heads, n_rows, *row_sizes))
+        return cls(head_slice, rows, allocated)
 
     @property
     def heads(self) -> Interval:
@@ -57,12 +62,11 @@ class GatheredRows:
         first_head = heads.start - self.heads.start
         parts: NamedTensors = {}
         for name, tensor in self.tensors.items():
-            of_heads = tensor.narrow(1, first_head, heads.length)
+            of_heads = tensor
+            if heads != self.heads:
+                of_heads = tensor.narrow(1, first_head, heads.length)
             views = [of_heads.narrow(2, place.start, place.length) for place in places]
-            if len(views) == 1:
-                parts[name] = views[0]
-            else:
-                parts[name] = torch.cat(views, dim=2)
+            parts[name] = joined_rows(views)
         return parts
 
     def write(self, heads: Interval, rows: Interval, parts: NamedTensors) -> None:
@@ -87,25 +91,9 @@ class GatheredRows:
                 add_(target, sources[name])
 
 
-def empty_rows(
-    tensors: NamedTensors,
-    n_heads: int,
-    n_rows: int,
-    dtype: torch.dtype | None = None,
-    device: str | None = None,
-) -> NamedTensors:
-    """Return uninitialised tensors of so many heads and rows.
-
-    Args:
-        tensors: batch and sizes of a row are theirs.
-        dtype, device: None: theirs, too.
-    """
-    allocated: NamedTensors = {}
-    for name, tensor in tensors.items():
-        batch, _, _, *row_sizes = tensor.shape
-        shape = (batch, n_heads, n_rows, *row_sizes)
-        allocated[name] = tensor.new_empty(shape, dtype=dtype, device=device)
-    return allocated
+def joined_rows(parts: list[torch.Tensor]) -> torch.Tensor:
+    """Return rows one behind the other, without a copy if there is one part."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
 
 
 RowsByHeads = dict[HeadSlice, GatheredRows]

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
+from operator import itemgetter
 
 import torch
 
@@ -28,6 +29,7 @@ from quorum_attention.distributed.gathered_rows import (
     RowsByHeads,
     Shards,
     add_rows,
+    joined_rows,
 )
 from quorum_attention.execution.device.streams import TwoStreams
 from quorum_attention.kernels.tensors import NamedTensors
@@ -203,7 +205,7 @@ class _StagedPass:
         self.received_bytes += inputs.received_bytes + exchange.received_bytes
         return exchange
 
-    def _slices(self, stage: int) -> list[RowSlice]:
+    def _slices(self, stage: int) -> tuple[RowSlice, ...]:
         return self._call.assignment.slices_of(self._call.rank, stage)
 
     def _gather(self, stage: int, inputs: Exchange) -> RowsByHeads:
@@ -216,16 +218,18 @@ class _StagedPass:
         gathered: RowsByHeads = {}
         needed = self._call.assignment.rows_needed(self._call.rank, stage)
         for head_slice, rows in needed.items():
-            parts = arrived[head_slice]
-            if len(parts) == 1:
-                _, tensors = parts[0]
-                gathered[head_slice] = GatheredRows(head_slice, rows, tensors)
+            parts = sorted(arrived[head_slice], key=itemgetter(0))
+            if not parts:
+                # Nothing is sent of these heads, or there are no rows.
+                shard = self._shards[head_slice.operand]
+                gathered[head_slice] = GatheredRows.empty_like(
+                    head_slice, rows, shard.tensors
+                )
                 continue
-            shard = self._shards[head_slice.operand]
-            together = GatheredRows.empty_like(head_slice, rows, shard.tensors)
-            for run, tensors in parts:
-                together.write(head_slice.heads, run, tensors)
-            gathered[head_slice] = together
+            joined: NamedTensors = {}
+            for name in parts[0][1]:
+                joined[name] = joined_rows([tensors[name] for _, tensors in parts])
+            gathered[head_slice] = GatheredRows(head_slice, rows, joined)
         return gathered
 
     def _compute(self, stage: int, rows: RowsByHeads) -> RowsByHeads:

@@ -51,6 +51,9 @@ _MAX_QUORUM_SIZE = 12
 # host: 200 GB/s, 400 TFLOP/s.
 _LITTLE_SHARE = 0.2
 _BYTES_PER_FLOP = 200e9 / 400e12
+# While a host enqueues one more call with its messages, so many bytes could be moved: a
+# millisecond.
+_BYTES_PER_CALL = 200_000_000
 # Floating-point operations of a rank in a forward: fewer take an H200 less than the 5
 # ms that the host takes to enqueue two calls and their messages.
 _MIN_FLOPS_OF_TWO_CALLS = 3e12
@@ -68,7 +71,11 @@ def n_head_groups(flops: float) -> int:
 
 @lru_cache(maxsize=256)
 def choose_assignment(
-    shape: ShardedShape, row_bytes: RowBytes, pair_flops: float = 0.0
+    shape: ShardedShape,
+    row_bytes: RowBytes,
+    pair_flops: float = 0.0,
+    *,
+    on_gpu: bool = False,
 ) -> Assignment:
     """Return the assignment by which the rank that receives most bytes receives fewest.
 
@@ -79,25 +86,37 @@ def choose_assignment(
     smaller calls, whose results have to be merged. A way that takes no more calls and
     moves fewer bytes is taken then, too (few key/value heads).
 
+    On a GPU many calls cost, too: where the host takes longer for them than the device
+    computes, the difference counts as the bytes that could be moved in it.
+
     Args:
         pair_flops: floating-point operations of one pair of one head.
+        on_gpu: whether a host enqueues calls for a device.
     """
     if shape.units != "pairs":
         return exchange_heads(shape)
+    flops_of_rank = shape.n_pairs / shape.n_ranks * pair_flops
+    bytes_beside_computing = flops_of_rank * _BYTES_PER_FLOP
 
-    def cost(assignment: Assignment) -> tuple[float, int, float]:
+    def cost_in_bytes(assignment: Assignment) -> float:
+        cost_of_calls = 0.0
+        if on_gpu:
+            cost_of_calls = _n_calls(assignment) * _BYTES_PER_CALL
+        uncovered_cost = max(0.0, cost_of_calls - bytes_beside_computing)
+        return assignment.most_received(row_bytes) + uncovered_cost
+
+    def cost(assignment: Assignment) -> tuple[float, float, float]:
         imbalance = assignment.imbalance
-        n_bytes = assignment.most_received(row_bytes)
-        return max(_TOLERATED_IMBALANCE, imbalance), n_bytes, imbalance
+        balanced = max(_TOLERATED_IMBALANCE, imbalance)
+        return balanced, cost_in_bytes(assignment), imbalance
 
     assignments = list(all_assignments(shape))
     by_heads = assignments[0]
     cheapest = min(assignments, key=cost)
-    flops_of_rank = shape.n_pairs / shape.n_ranks * pair_flops
-    little_bytes = _LITTLE_SHARE * flops_of_rank * _BYTES_PER_FLOP
-    tolerated_bytes = max(2 * cheapest.most_received(row_bytes), little_bytes)
+    little_bytes = _LITTLE_SHARE * bytes_beside_computing
+    tolerated_cost = max(2 * cost_in_bytes(cheapest), little_bytes)
     heads_divide = shape.heads % shape.n_ranks == 0
-    if not heads_divide or by_heads.most_received(row_bytes) > tolerated_bytes:
+    if not heads_divide or cost_in_bytes(by_heads) > tolerated_cost:
         return cheapest
     n_calls = _n_calls(by_heads)
     with_few_calls = [way for way in assignments if _n_calls(way) <= n_calls]

@@ -26,20 +26,18 @@ def view_at(
     return memory[start : start + n_bytes].view(dtype).view(shape)
 
 
-def bytes_of(tensors: Iterable[torch.Tensor], alignment: int = ALIGNMENT) -> int:
+def bytes_of(tensors: Iterable[torch.Tensor]) -> int:
     """Return the bytes that tensors take one behind the other."""
-    return sum(round_up(tensor.nbytes, alignment) for tensor in tensors)
+    return sum(aligned(tensor.nbytes) for tensor in tensors)
 
 
 def views_of(
-    memory: torch.Tensor,
-    tensors: Iterable[torch.Tensor],
-    alignment: int = ALIGNMENT,
+    memory: torch.Tensor, tensors: Iterable[torch.Tensor]
 ) -> list[torch.Tensor]:
     """Return tensors like ``tensors``, one behind the other in ``memory``."""
     views: list[torch.Tensor] = []
     start = 0
     for tensor in tensors:
         views.append(view_at(memory, start, tensor.shape, tensor.dtype))
-        start += round_up(tensor.nbytes, alignment)
+        start += aligned(tensor.nbytes)
     return views
