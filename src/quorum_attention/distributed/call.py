@@ -32,7 +32,7 @@ from quorum_attention.distributed.gathered_rows import (
     RowsByHeads,
     add_rows,
 )
-from quorum_attention.distributed.groups import deref_group
+from quorum_attention.distributed.groups import GroupMember, deref_group
 from quorum_attention.distributed.report import ShardedReport
 from quorum_attention.execution.report import Report
 from quorum_attention.kernels.tensors import NamedTensors
@@ -84,6 +84,11 @@ class ShardedCall:
     def group(self) -> dist.ProcessGroup:
         """The process group."""
         return deref_group(self.group_reference)
+
+    @property
+    def member(self) -> GroupMember:
+        """The process group, with this rank."""
+        return GroupMember(self.group, self.rank, self.assignment.shape.n_ranks)
 
     @property
     def state_dtype(self) -> torch.dtype:

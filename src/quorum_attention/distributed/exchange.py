@@ -23,6 +23,7 @@ from quorum_attention.distributed.gathered_rows import (
     RowsByHeads,
     Shards,
 )
+from quorum_attention.distributed.groups import GroupMember
 from quorum_attention.kernels.carving import view_at
 from quorum_attention.kernels.tensors import NamedTensors
 
@@ -191,11 +192,11 @@ class Exchange:
         self,
         plan: ExchangePlan,
         rows_of: Callable[[RowSlice], GatheredRows],
-        group: dist.ProcessGroup,
+        member: GroupMember,
         device: torch.device,
     ) -> None:
         self._plan = plan
-        self._group = group
+        self._member = member
         self._work: Any = None
         self._inbox = plan.inbox.allocate(device)
         self._outbox = plan.outbox.allocate(device)
@@ -219,7 +220,7 @@ class Exchange:
         cls,
         row_slices: tuple[RowSlice, ...],
         shards: Shards,
-        group: dist.ProcessGroup,
+        member: GroupMember,
     ) -> Exchange:
         """Pack rows of the shards, from their owners to the ranks that compute with
         them."""
@@ -227,12 +228,12 @@ class Exchange:
         plan = _plan_exchange(
             row_slices,
             formats,
-            group.rank(),
-            group.size(),
+            member.rank,
+            member.n_ranks,
             None,
         )
         device = shards[Operand.QUERY].device
-        return cls(plan, lambda part: shards[part.operand], group, device)
+        return cls(plan, lambda part: shards[part.operand], member, device)
 
     @classmethod
     def results(
@@ -241,7 +242,7 @@ class Exchange:
         computed: RowsByHeads,
         targets: Shards,
         state_dtype: torch.dtype,
-        group: dist.ProcessGroup,
+        member: GroupMember,
     ) -> Exchange:
         """Pack results, from the ranks that computed them to the owners of their rows.
 
@@ -254,12 +255,12 @@ class Exchange:
         plan = _plan_exchange(
             row_slices,
             formats,
-            group.rank(),
-            group.size(),
+            member.rank,
+            member.n_ranks,
             state_dtype,
         )
         device = targets[Operand.QUERY].device
-        return cls(plan, lambda part: computed[part.head_slice], group, device)
+        return cls(plan, lambda part: computed[part.head_slice], member, device)
 
     @property
     def received_bytes(self) -> int:
@@ -273,14 +274,14 @@ class Exchange:
 
     def start(self) -> None:
         """Send the message to each rank, beside what the caller does next."""
-        if self._group.size() == 1:
+        if self._member.n_ranks == 1:
             return
         self._work = dist.all_to_all_single(
             self._inbox,
             self._outbox,
             self._plan.inbox.bytes_of_ranks,
             self._plan.outbox.bytes_of_ranks,
-            group=self._group,
+            group=self._member.group,
             async_op=True,
         )
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
@@ -65,6 +65,17 @@ def _check_usable(group: dist.ProcessGroup) -> None:
             f"an attention over this process group failed on this rank ({failure}), "
             "and other ranks still wait for its messages: make another group"
         )
+
+
+class GroupMember(NamedTuple):
+    """A process group, this process's rank in it, and how many ranks it has.
+
+    A group is not asked for them during a pass: to ask it lets other threads go first.
+    """
+
+    group: dist.ProcessGroup
+    rank: int
+    n_ranks: int
 
 
 @contextmanager

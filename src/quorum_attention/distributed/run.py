@@ -152,7 +152,7 @@ class _StagedPass:
         mask_grads: MaskParams = NO_MASK_PARAMS,
     ) -> None:
         self._call = call
-        self._group = call.group
+        self._member = call.member
         self._shards = shards
         self._targets = targets
         self._saves = saves
@@ -183,7 +183,7 @@ class _StagedPass:
         exchange = Exchange.inputs(
             self._slices(stage),
             self._shards,
-            self._group,
+            self._member,
         )
         exchange.start()
         return exchange
@@ -196,7 +196,7 @@ class _StagedPass:
         with streams.turn(stage):
             results = self._compute(stage, self._gather(stage, inputs))
             exchange = Exchange.results(
-                self._slices(stage), results, self._targets, state_dtype, self._group
+                self._slices(stage), results, self._targets, state_dtype, self._member
             )
             exchange.start()
         for rows in results.values():
