@@ -14,6 +14,7 @@ from quorum_attention.units import parse_bytes
 CALLS = {
     "1048576": "1,048,576 tokens, 8 heads of 64, fp16",
     "131072": "131,072 tokens, 32 heads over 8 of 128, bf16",
+    "2048-a-gpu-x8": "2,048 tokens a rank, 64 heads over 8 of 128, bf16, eight calls in a row",
     "8192-a-gpu-x8": "8,192 tokens a rank, 64 heads over 8 of 128, bf16, eight calls in a row",
 }
 WAYS = ("ours", "fa4 exchange", "cudnn ring")

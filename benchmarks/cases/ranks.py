@@ -51,6 +51,9 @@ _SHORT = (8192, 64, 8, 128, torch.bfloat16)
 CASES = {
     "131072": Case(131072, 32, 8, 128, torch.bfloat16),
     "1048576": Case(1 << 20, 8, 8, 64, torch.float16, rounds=2),
+    "2048-a-gpu-x8": Case(
+        2048, 64, 8, 128, torch.bfloat16, rounds=9, calls=8, is_per_rank=True
+    ),
     "8192-a-gpu": Case(*_SHORT, rounds=15, is_per_rank=True),
     "8192-a-gpu-x8": Case(*_SHORT, rounds=9, calls=8, is_per_rank=True),
 }

@@ -3,7 +3,9 @@ shards, heads and masks. All share their processes, which take long to start."""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +16,10 @@ from torch.utils.checkpoint import checkpoint
 import quorum_attention as qa
 from quorum_attention import Mask
 from quorum_attention import distributed as sharded
-from quorum_attention.distributed import strategies
+from quorum_attention.distributed import agreement, groups, strategies
+
+# The module; the package gives its function this name.
+ATTENTION = sys.modules["quorum_attention.distributed.attention"]
 
 
 def _all_of_it(rank: int) -> None:
@@ -31,7 +36,7 @@ def _all_of_it(rank: int) -> None:
             _in_turns(rank, group)
     if rank < 2:
         for check in (
-            _what_a_rank_computes_is_cut, _one_rank_alone, _twice,
+            _what_a_rank_computes_is_cut, _one_rank_alone, _twice, _like_an_earlier_one,
             _dropout_without_a_seed, _no_second_derivative, _recomputed, _under_autocast, _refusals,
         ):  # fmt: skip
             torch.manual_seed(1)
@@ -77,6 +82,40 @@ def _twice(rank: int, group: dist.ProcessGroup) -> None:
     assert torch.allclose(q.grad, 2 * once)
     with torch.no_grad():
         assert not sharded.attention(q, q, q, group=group).requires_grad
+
+
+def _like_an_earlier_one(rank: int, group: dist.ProcessGroup) -> None:
+    """A call like an earlier one is neither checked nor compared again, as on a GPU;
+    its results are those of its own numbers. Calls of another kind are compared, and
+    all of them again once the group has forgotten them."""
+    compared: list[int] = []
+
+    def compares(*args: Any) -> list[Any]:
+        compared.append(1)
+        return groups.all_gather_objects(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(agreement, "on_host", lambda device: False)
+        patch.setattr(ATTENTION, "on_host", lambda device: False)
+        patch.setattr(agreement, "all_gather_objects", compares)
+
+        def number_of_comparisons(
+            rows: list[int], heads: int = 4, causal: bool = True
+        ) -> int:
+            compared.clear()
+            tensors = inputs_of(heads, 2, sum(rows), 16, 8, torch.float32, 2)
+            compare(rank, rows, tensors, causal, group=group, lengths=tuple(rows))
+            return len(compared)
+
+        # Calls with and without gradients differ.
+        assert number_of_comparisons([7, 9]) == 2
+        assert number_of_comparisons([7, 9]) == 0
+        assert number_of_comparisons([7, 9]) == 0
+        assert number_of_comparisons([9, 7]) == 2
+        assert number_of_comparisons([7, 9], causal=False) == 2
+        assert number_of_comparisons([7, 9], heads=2) == 2
+        patch.setattr(agreement, "_MAX_CALLS", 1)
+        assert number_of_comparisons([7, 9]) == 2
 
 
 def _no_second_derivative(rank: int, group: dist.ProcessGroup) -> None:
@@ -126,7 +165,7 @@ def _in_turns(rank: int, group: dist.ProcessGroup) -> None:
     """Heads that divide by the ranks are exchanged in turns, whole, and nothing is
     added up."""
     n_head_groups = strategies.n_head_groups
-    strategies.n_head_groups = lambda flops: 3
+    strategies.n_head_groups = lambda flops, records: 3
     ranks = group.size()
     sizes, dtype, element = {
         2: ([5, 12], torch.float64, 8),

@@ -28,7 +28,7 @@ SHAPES = [
 def _all_of_it(rank: int) -> None:
     n_head_groups = strategies.n_head_groups
     for n_groups in (1, 2, 3):  # on two streams
-        strategies.n_head_groups = lambda flops, n_groups=n_groups: n_groups
+        strategies.n_head_groups = lambda *_, n_groups=n_groups: n_groups
         for number, (heads, kv_heads, sizes, causal) in enumerate(SHAPES):
             for dtype in (torch.bfloat16, torch.float16, torch.float32):
                 torch.manual_seed(number)

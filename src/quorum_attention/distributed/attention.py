@@ -253,7 +253,7 @@ def _prepare(
     whole_call = WholeCall(shape, mask, shard.scale, shard.dropout)
     query_of_rank, *_ = _flattened_shards(inputs, shape)
     assignment, row_bytes = _assign(
-        whole_call, lengths_of_ranks, kept_pairs, query_of_rank
+        whole_call, lengths_of_ranks, kept_pairs, query_of_rank, shard.records
     )
     # Whole heads in turns, where nothing limits a call's memory.
     has_turns = assignment.whole_heads and assignment.n_stages > 1
@@ -363,6 +363,7 @@ def _assign(
     lengths: Sequence[int],
     kept_pairs: tuple[int, ...] | None,
     query: torch.Tensor,
+    records: bool,
 ) -> tuple[Assignment, RowBytes]:
     """Return who computes what, and the bytes of a row. All ranks decide the same, by
     sizes alone.
@@ -371,6 +372,7 @@ def _assign(
         lengths: rows of every rank.
         kept_pairs: as of ``ShardedShape``.
         query: of this rank, in the dtype that is sent.
+        records: whether there may be a backward.
     """
     shape = whole_call.shape
     units: Divisible = "pairs"
@@ -391,7 +393,8 @@ def _assign(
     on_gpu = not on_host(query.device)
     if units == "pairs" and on_gpu:
         flops = sharded.n_pairs / sharded.n_ranks * pair_flops
-    sharded = replace(sharded, n_head_groups=strategies.n_head_groups(flops))
+    n_head_groups = strategies.n_head_groups(flops, records)
+    sharded = replace(sharded, n_head_groups=n_head_groups)
     element = shape.batch * query.element_size()
     state = shape.batch * state_dtype(query.dtype).itemsize
     row_bytes = RowBytes(

@@ -54,19 +54,27 @@ _BYTES_PER_FLOP = 200e9 / 400e12
 # While a host enqueues one more call with its messages, so many bytes could be moved: a
 # millisecond.
 _BYTES_PER_CALL = 200_000_000
-# Floating-point operations of a rank in a forward: fewer take an H200 less than the 5
-# ms that the host takes to enqueue two calls and their messages.
-_MIN_FLOPS_OF_TWO_CALLS = 3e12
+# Floating-point operations of a rank in a forward, from which on two calls take less
+# time than one on an H200. The host enqueues two forwards and their messages in 2.5 ms.
+# The two backwards of a shorter call took 1.5 % more than one.
+_MIN_FLOPS_OF_TWO_FORWARDS = 1e12
+_MIN_FLOPS_OF_TWO_BACKWARDS = 3e12
 
 
-def n_head_groups(flops: float) -> int:
+def n_head_groups(flops: float, records: bool) -> int:
     """Return into how many calls whole heads of a rank are cut on a GPU.
 
     A GPU computes them on two streams. Two calls hide messages, and were faster than
     one, three or four where the host keeps ahead. On one stream the end of each call
     leaves most of the device idle for a while.
+
+    Args:
+        records: whether there may be a backward, which has the forward's groups.
     """
-    return 2 if flops >= _MIN_FLOPS_OF_TWO_CALLS else 1
+    threshold = _MIN_FLOPS_OF_TWO_FORWARDS
+    if records:
+        threshold = _MIN_FLOPS_OF_TWO_BACKWARDS
+    return 2 if flops >= threshold else 1
 
 
 @lru_cache(maxsize=256)
