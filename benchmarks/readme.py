@@ -29,7 +29,7 @@ def headline() -> str:
     sentences = [
         "One H200 trains a model of Qwen3-8B's shape (LoRA, all 36 layers) on "
         f"{step['tokens']:,} tokens at a time. "
-        f"A step takes {step['seconds']:.0f} s and {step_memory(long)}."
+        f"A step takes {step['seconds']:.0f} s, with {step_memory(long)}."
     ]
     plain = rows.get(f"Qwen3-8B sdpa in {WHOLE}")
     if plain is not None:
@@ -44,7 +44,7 @@ def step_memory(row: Row) -> str:
     words = f"{gib(last['peak'])} GiB of the GPU"
     if last.get("host_peak") is None:
         return words
-    return f"{words}, beside {gib(last['host_peak'])} GiB of host memory"
+    return f"{words} and {gib(last['host_peak'])} GiB of host memory"
 
 
 def prompt() -> str:
