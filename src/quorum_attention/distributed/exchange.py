@@ -18,11 +18,7 @@ import torch.distributed as dist
 
 from quorum_attention.arithmetic import round_up
 from quorum_attention.distributed.assignment import Operand, RowSlice
-from quorum_attention.distributed.gathered_rows import (
-    GatheredRows,
-    RowsByHeads,
-    Shards,
-)
+from quorum_attention.distributed.gathered_rows import GatheredRows, Shards
 from quorum_attention.distributed.groups import GroupMember
 from quorum_attention.kernels.carving import view_at
 from quorum_attention.kernels.tensors import NamedTensors
@@ -177,24 +173,38 @@ def _end_of(place: TensorPlace) -> int:
 
 
 class Exchange:
-    """Row slices that are sent between the ranks; made by ``inputs`` or ``results``.
+    """Row slices that are sent between the ranks.
 
     All ranks of the group make an exchange together, of the same slices in the same
     order. A rank may leave out slices that it neither sends nor gets. What is sent is
     packed at once.
 
     Args:
+        row_slices: of this rank.
+        like: this rank's rows; what is sent has the names, sizes and dtypes of their
+            tensors.
         rows_of: the rows of this rank that a row slice is cut from.
-        device: of the tensors.
+        member: this rank.
+        sum_dtype: results are sent back, those that have to be added up in this dtype;
+            None: inputs are sent.
     """
 
     def __init__(
         self,
-        plan: ExchangePlan,
+        row_slices: tuple[RowSlice, ...],
+        like: Shards,
         rows_of: Callable[[RowSlice], GatheredRows],
         member: GroupMember,
-        device: torch.device,
+        sum_dtype: torch.dtype | None = None,
     ) -> None:
+        plan = _plan_exchange(
+            row_slices,
+            _formats_of(like),
+            member.rank,
+            member.n_ranks,
+            sum_dtype,
+        )
+        device = like[Operand.QUERY].device
         self._plan = plan
         self._member = member
         self._work: Any = None
@@ -214,53 +224,6 @@ class Exchange:
             places = plan.inbox.places[part]
             received = {place.name: place.view(self._inbox) for place in places}
             self._arriving.append((part, received))
-
-    @classmethod
-    def inputs(
-        cls,
-        row_slices: tuple[RowSlice, ...],
-        shards: Shards,
-        member: GroupMember,
-    ) -> Exchange:
-        """Pack rows of the shards, from their owners to the ranks that compute with
-        them."""
-        formats = _formats_of(shards)
-        plan = _plan_exchange(
-            row_slices,
-            formats,
-            member.rank,
-            member.n_ranks,
-            None,
-        )
-        device = shards[Operand.QUERY].device
-        return cls(plan, lambda part: shards[part.operand], member, device)
-
-    @classmethod
-    def results(
-        cls,
-        row_slices: tuple[RowSlice, ...],
-        computed: RowsByHeads,
-        targets: Shards,
-        state_dtype: torch.dtype,
-        member: GroupMember,
-    ) -> Exchange:
-        """Pack results, from the ranks that computed them to the owners of their rows.
-
-        Args:
-            computed: the results of this rank.
-            targets: the rows of this rank that the results of all ranks are for.
-            state_dtype: dtype of results that have to be added up.
-        """
-        formats = _formats_of(targets)
-        plan = _plan_exchange(
-            row_slices,
-            formats,
-            member.rank,
-            member.n_ranks,
-            state_dtype,
-        )
-        device = targets[Operand.QUERY].device
-        return cls(plan, lambda part: computed[part.head_slice], member, device)
 
     @property
     def received_bytes(self) -> int:

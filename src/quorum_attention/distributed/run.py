@@ -180,9 +180,10 @@ class _StagedPass:
         self._collect(returning)
 
     def _send_inputs(self, stage: int) -> Exchange:
-        exchange = Exchange.inputs(
+        exchange = Exchange(
             self._slices(stage),
             self._shards,
+            lambda part: self._shards[part.operand],
             self._member,
         )
         exchange.start()
@@ -191,12 +192,15 @@ class _StagedPass:
     def _run_stage(self, stage: int, inputs: Exchange, streams: TwoStreams) -> Exchange:
         """Compute a stage when its inputs have come, and return its results on their
         way."""
-        state_dtype = self._call.state_dtype
         streams.reads(stage, *inputs.messages)
         with streams.turn(stage):
             results = self._compute(stage, self._gather(stage, inputs))
-            exchange = Exchange.results(
-                self._slices(stage), results, self._targets, state_dtype, self._member
+            exchange = Exchange(
+                self._slices(stage),
+                self._targets,
+                lambda part: results[part.head_slice],
+                self._member,
+                self._call.state_dtype,
             )
             exchange.start()
         for rows in results.values():
