@@ -37,7 +37,8 @@ def _all_of_it(rank: int) -> None:
     if rank < 2:
         for check in (
             _what_a_rank_computes_is_cut, _one_rank_alone, _twice, _like_an_earlier_one,
-            _dropout_without_a_seed, _no_second_derivative, _recomputed, _under_autocast, _refusals,
+            _dropout_without_a_seed, _no_second_derivative, _recomputed, _under_autocast, _tensors_of_functions,
+            _refusals,
         ):  # fmt: skip
             torch.manual_seed(1)
             check(rank, groups[2])
@@ -157,6 +158,19 @@ def _refusals(rank: int, group: dist.ProcessGroup) -> None:
     k = q.clone().requires_grad_()
     out = sharded.attention(k, k, k, Mask(documents=documents), group=group)
     documents[3] = 1
+    with pytest.raises(RuntimeError, match="modified by an inplace"):
+        out.sum().backward()
+
+
+def _tensors_of_functions(rank: int, group: dist.ProcessGroup) -> None:
+    """A tensor that a mask's function reads and that is written to before the backward
+    is an error, as it is on one device."""
+    alone = dist.new_group([rank], use_local_synchronization=True)
+    reach = torch.tensor(3)
+    rule = Mask(keeps=lambda b, h, i, j: (i - j).abs() < reach)
+    q = torch.randn(1, 2, 10, 8, requires_grad=True)
+    out = sharded.attention(q, q, q, rule, group=alone)
+    reach.fill_(7)
     with pytest.raises(RuntimeError, match="modified by an inplace"):
         out.sum().backward()
 

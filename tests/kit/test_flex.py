@@ -450,7 +450,11 @@ def test_a_copy_of_a_model_has_a_kernel_of_its_own() -> None:
 
 @pytest.mark.parametrize(
     ("mask_mod", "got"),
-    [(lambda b, h, q, k: (q - k) % 4, "int64"), (lambda b, h, q, k: True, "bool")],
+    [
+        (lambda b, h, q, k: (q - k) % 4, "int64"),
+        (lambda b, h, q, k: True, "bool"),
+        (lambda b, h, q, k: (q >= k)[None], r"bool of shape \(1,\)"),
+    ],
 )
 @pytest.mark.parametrize("depth", [0, 1])
 def test_a_mask_of_numbers_is_refused(mask_mod, got: str, depth: int) -> None:  # type: ignore[no-untyped-def]
@@ -464,6 +468,26 @@ def test_a_mask_of_numbers_is_refused(mask_mod, got: str, depth: int) -> None:  
             TypeError, match=rf"must return a tensor of torch\.bool .* got .*{got}"
         ):
             qa.attention(q, k, v, depth=depth, **options)
+
+
+@pytest.mark.parametrize(
+    ("score_mod", "got"),
+    [
+        (lambda s, b, h, q, k: q >= k, "torch.bool"),
+        (lambda s, b, h, q, k: 2.0 * s[None], r"float\d\d of shape \(1,\)"),
+        (lambda s, b, h, q, k: s * (1 + 2j), "complex"),
+        (lambda s, b, h, q, k: 1.0, "float"),
+    ],
+)
+@pytest.mark.parametrize("depth", [0, 1])
+def test_scores_that_are_no_numbers_are_refused(
+    score_mod, got: str, depth: int
+) -> None:  # type: ignore[no-untyped-def]
+    """A rule given as a score would be scores of 0 and 1."""
+    q, k, v, _ = random(N)
+    kernel = from_score_mod(score_mod, compiled=False)
+    with pytest.raises(TypeError, match=rf"score function .* got .*{got}"):
+        qa.attention(q, k, v, kernel=kernel, depth=depth)
 
 
 def test_compiled_calls_refuse_what_torchs_have_not() -> None:

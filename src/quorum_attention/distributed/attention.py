@@ -35,10 +35,8 @@ from quorum_attention.distributed.run import run_backward, run_forward
 from quorum_attention.distributed.sharded_mask import (
     checked_mask,
     count_kept_pairs,
-    functions_of_mask,
     gather_mask,
     mask_signature,
-    mask_tensors,
     token_widths,
 )
 from quorum_attention.distributed.sharded_shape import Divisible, ShardedShape
@@ -431,14 +429,12 @@ class _ShardedAttention(torch.autograd.Function):
             # have to.
             saved = saved or [out.new_empty(0)]
             ctx.n_saved = len(saved)
-            # Tensors of the mask: changed before the backward, they would give a wrong
-            # one.
-            tensors_of_mask = [
-                tensor for _, tensor in mask_tensors(call.whole_call.mask)
-            ]
-            functions = functions_of_mask(call.whole_call.mask)
+            # Changed before the backward, they would give a wrong one. Tensors of
+            # inference mode cannot be saved.
+            savable = [tensor for tensor in call.captured if not tensor.is_inference()]
+            functions = call.functions
             recorded_values = [record_values(functions)] if functions else []
-            ctx.save_for_backward(*saved, *tensors_of_mask, *recorded_values)
+            ctx.save_for_backward(*saved, *savable, *recorded_values)
         return out
 
     @staticmethod
@@ -449,9 +445,8 @@ class _ShardedAttention(torch.autograd.Function):
         with poison_group_on_error(group):  # other ranks may have begun
             saved_tensors = ctx.saved_tensors
             saved = saved_tensors[: ctx.n_saved]
-            functions = functions_of_mask(call.whole_call.mask)
-            if functions:
-                warn_of_changed_values(functions, saved_tensors[-1])
+            if call.functions:
+                warn_of_changed_values(call.functions, saved_tensors[-1])
         _, _, _, needs_bias, needs_sinks, _ = ctx.needs_input_grad
         mask_grads = MaskParams(
             _zero_grad(call.mask_params.bias, needs_bias),

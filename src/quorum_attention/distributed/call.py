@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -34,7 +34,11 @@ from quorum_attention.distributed.gathered_rows import (
 )
 from quorum_attention.distributed.groups import GroupMember, deref_group
 from quorum_attention.distributed.report import ShardedReport
+from quorum_attention.distributed.sharded_mask import functions_of_mask, mask_tensors
 from quorum_attention.execution.report import Report
+from quorum_attention.kernels.masked.captured_tensors import tensors
+from quorum_attention.kernels.masked.read_values import functions_of
+from quorum_attention.kernels.registry import get_kernel
 from quorum_attention.kernels.tensors import NamedTensors
 from quorum_attention.passes.block_call import compute_block
 from quorum_attention.passes.run import run_backward, run_forward
@@ -100,6 +104,23 @@ class ShardedCall:
         """The tensors of the mask that may have gradients."""
         mask = self.whole_call.mask
         return NO_MASK_PARAMS if mask is None else MaskParams(mask.bias, mask.sinks)
+
+    @property
+    def functions(self) -> list[Callable[..., Any]]:
+        """The users' functions that both passes call."""
+        of_mask = functions_of_mask(self.whole_call.mask)
+        return [*of_mask, *functions_of(self.options.kernel)]
+
+    @property
+    def captured(self) -> list[torch.Tensor]:
+        """The tensors that both passes read besides the inputs: those of the mask, and
+        those that functions read."""
+        of_mask = [tensor for _, tensor in mask_tensors(self.whole_call.mask)]
+        of_functions = tensors(self.functions)
+        of_kernel: Sequence[torch.Tensor] = ()
+        if self.options.kernel != "auto":
+            of_kernel = get_kernel(self.options.kernel).captured()
+        return [*of_mask, *of_functions, *of_kernel]
 
     def compute_stage(
         self, stage: int, rows: RowsByHeads, mask_grads: MaskParams = NO_MASK_PARAMS

@@ -29,12 +29,11 @@ def over_pairs(
     0).
 
     Raises:
-        TypeError: when it is called, for a mask that returns anything but booleans:
-            numbers would be joined with others bit by bit.
+        TypeError: when it is called, for a result that is not one score, or one bool,
+            for each pair: numbers of a mask would be joined with others bit by bit.
     """
-    if scored:
-        return _mapped(function, scored=True)
-    return _mapped(boolean(function), scored=False)
+    checked = score(function) if scored else boolean(function)
+    return _mapped(checked, scored=scored)
 
 
 def _mapped(
@@ -78,21 +77,46 @@ class _Indexing(TorchFunctionMode):
 
 
 def boolean(mask_mod: Callable[..., Any]) -> Callable[..., torch.Tensor]:
-    """``mask_mod``, whose result has to be a tensor of bool."""
+    """``mask_mod``, whose result has to be a bool for each pair."""
+    return _checked(
+        mask_mod,
+        lambda dtype: dtype == torch.bool,
+        "a mask function (mask_mod, Mask.keeps) must return a tensor of torch.bool",
+    )
 
-    def checked(*at: torch.Tensor) -> torch.Tensor:
-        result = mask_mod(*at)
-        if isinstance(result, torch.Tensor) and result.dtype == torch.bool:
-            return result
-        got = (
-            result.dtype if isinstance(result, torch.Tensor) else type(result).__name__
-        )
+
+def score(score_mod: Callable[..., Any]) -> Callable[..., torch.Tensor]:
+    """``score_mod``, whose result has to be a number for each pair. A bool is none: its
+    function is a mask's."""
+    return _checked(
+        score_mod,
+        lambda dtype: dtype != torch.bool and not dtype.is_complex,
+        "a score function (score_mod) must return a tensor of real numbers",
+    )
+
+
+def _checked(
+    function: Callable[..., Any],
+    is_right: Callable[[torch.dtype], bool],
+    requirement: str,
+) -> Callable[..., torch.Tensor]:
+    """Return ``function``, which raises a TypeError if its result has another dtype
+    than is right, or dimensions that the tensors it gets have not."""
+
+    def call(*at: torch.Tensor) -> torch.Tensor:
+        result = function(*at)
+        description = type(result).__name__
+        if isinstance(result, torch.Tensor):
+            n_dims = max(tensor.dim() for tensor in at)
+            if is_right(result.dtype) and result.dim() <= n_dims:
+                return result
+            description = f"{result.dtype} of shape {tuple(result.shape)}"
         raise TypeError(
-            "a mask function (mask_mod, Mask.keeps) must return a tensor of "
-            f"torch.bool from the tensors it gets, got {got}"
+            f"{requirement} from the tensors it gets, with no dimensions of its own, "
+            f"got {description}"
         )
 
-    return checked
+    return call
 
 
 @no_torch_modes()
