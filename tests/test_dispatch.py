@@ -16,11 +16,14 @@ from torch.utils.checkpoint import checkpoint
 
 import quorum_attention as qa
 from quorum_attention import dispatch
+from quorum_attention.call.backward_inputs import BackwardInputs
 from quorum_attention.call.options import Arguments
+from quorum_attention.call.validation import Tensors
 from quorum_attention.dispatch import cache_key, is_plain_call
 from quorum_attention.kernels import registry
 from quorum_attention.kernels.cpu import CpuKernel
 from quorum_attention.passes import one_call
+from quorum_attention.passes.run import run_backward, run_forward
 
 ON_CPU = pytest.mark.skipif(
     torch.cuda.is_available(), reason="calls would go to the GPU"
@@ -390,3 +393,32 @@ def test_a_mask_of_a_bias_is_cached_as_its_tensor_is() -> None:
     # With another field it is a mask, whose pairs are looked at.
     window = qa.attention(q, k, v, qa.Mask(bias=bias, window=3), **GROUPED)
     assert not torch.equal(window, expected)
+
+
+@ON_CPU
+@pytest.mark.parametrize("n_keys", [17, 31])
+def test_a_planned_backward_of_a_cached_request_has_its_own_number_of_keys(
+    n_keys: int,
+) -> None:
+    """Sharded calls run backwards by requests that calls with other numbers of keys may
+    have made. A backward that had to be planned, here for gradients beyond fp16, was
+    planned for the keys of that other call."""
+    arguments = Arguments(scale=0.25, enable_gqa=True)
+    others = inputs(n_keys, 4, 24, dtype=torch.float16, learned=False)
+    query, key, value = inputs(24, 4, dtype=torch.float16, learned=False)
+    request = dispatch.cached_request(*others, arguments)
+    assert request is dispatch.cached_request(query, key, value, arguments)
+    assert request is not None
+    tensors = Tensors(query, key, value, None)
+    out, lse = run_forward(tensors, request)
+    grad_out = torch.full_like(out, 6e4)
+    backward_inputs = BackwardInputs(grad_out, out, lse)
+    gradients = run_backward(tensors, request, backward_inputs)
+    assert not all(gradient.isfinite().all() for gradient in gradients)
+    leaves = [t.double().requires_grad_() for t in (query, key, value)]
+    results = exact(*leaves, scale=0.25)
+    expected = torch.autograd.grad(results, leaves, grad_out.double())
+    for gradient, true_gradient in zip(gradients, expected, strict=True):
+        assert gradient.shape == true_gradient.shape
+        error = (gradient.double() - true_gradient).abs()
+        assert error[true_gradient.abs() < 6e4].max() < 300.0

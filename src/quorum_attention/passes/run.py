@@ -48,12 +48,8 @@ def run_forward(tensors: Tensors, request: Request) -> OutLse:
 @restores_grad_and_autocast
 def _run_uncached_forward(tensors: Tensors, request: Request) -> OutLse:
     """Compute (out, lse) as ``run_forward`` does, by a plan if one is needed."""
+    request = _with_number_of_keys(tensors, request)
     request = request.reserving(request.cast_bytes, _CASTS)
-    if request.decisions is not None:
-        # Calls that share a request may differ in how many keys they have
-        # (``dispatch``).
-        shape = replace(request.shape, n_keys=tensors.key.shape[-2])
-        request = replace(request, shape=shape)
     if _has_no_pairs(tensors):
         return _forward_without_pairs(tensors, request)
     if request.runner is not None:
@@ -68,6 +64,15 @@ def _run_uncached_forward(tensors: Tensors, request: Request) -> OutLse:
         preallocated["lse"] = request.lse
     out, lse = run_decision(tensors, request, decision, preallocated)
     return out, lse
+
+
+def _with_number_of_keys(tensors: Tensors, request: Request) -> Request:
+    """Return a request with the number of keys of this call: calls that share a request
+    may differ in it (``dispatch``)."""
+    if request.decisions is None:
+        return request
+    shape = replace(request.shape, n_keys=tensors.key.shape[-2])
+    return replace(request, shape=shape)
 
 
 def _has_no_pairs(tensors: Tensors) -> bool:
@@ -116,6 +121,7 @@ def _run_uncached_backward(
     tensors: Tensors, request: Request, backward_inputs: BackwardInputs
 ) -> tuple[torch.Tensor, ...]:
     """Compute the gradients as ``run_backward`` does, by a plan if one is needed."""
+    request = _with_number_of_keys(tensors, request)
     request = _reserving_for_backward(tensors, request, backward_inputs)
     grads = _compute_gradients(tensors, request, backward_inputs)
     if not backward_inputs.grad_sinks:
