@@ -119,7 +119,9 @@ def one_of(value: Any, name: str, allowed: tuple[Any, ...]) -> Any:
     if is_comparable and value in allowed:
         return value
     *first_words, last_word = map(repr, allowed)
-    words = f"{', '.join(first_words)} or {last_word}"
+    words = last_word
+    if first_words:
+        words = f"{', '.join(first_words)} or {last_word}"
     raise ValueError(f"{name} must be {words}, got {shown(value)}")
 
 

@@ -4,6 +4,7 @@ shards, heads and masks. All share their processes, which take long to start."""
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +38,8 @@ def _all_of_it(rank: int) -> None:
     if rank < 2:
         for check in (
             _what_a_rank_computes_is_cut, _one_rank_alone, _twice, _like_an_earlier_one,
-            _dropout_without_a_seed, _no_second_derivative, _recomputed, _under_autocast, _tensors_of_functions,
-            _refusals,
+            _prepared_as_long_as_agreed, _dropout_without_a_seed, _no_second_derivative, _recomputed,
+            _under_autocast, _tensors_of_functions, _refusals,
         ):  # fmt: skip
             torch.manual_seed(1)
             check(rank, groups[2])
@@ -119,6 +120,50 @@ def _like_an_earlier_one(rank: int, group: dist.ProcessGroup) -> None:
         assert number_of_comparisons([7, 9]) == 2
 
 
+class _ChangingLengths(Sequence[int]):
+    """Numbers of rows that its text does not tell."""
+
+    def __init__(self, rows: list[int]) -> None:
+        self.rows = rows
+
+    def __getitem__(self, rank: Any) -> Any:
+        return self.rows[rank]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+
+def _prepared_as_long_as_agreed(rank: int, group: dist.ProcessGroup) -> None:
+    """What is prepared for a call ends with the agreement on it: of two ranks, one that
+    has its call prepared would send rows while the other, whose strides are new,
+    compares the call. Lengths are read at every call if their text may stay the same.
+    """
+    compared: list[int] = []
+
+    def compares(*args: Any) -> list[Any]:
+        compared.append(1)
+        return groups.all_gather_objects(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(agreement, "on_host", lambda device: False)
+        patch.setattr(ATTENTION, "on_host", lambda device: False)
+        patch.setattr(agreement, "all_gather_objects", compares)
+        patch.setattr(agreement, "_MAX_CALLS", 2)
+        for tokens in (11, 12, 13):
+            q = torch.randn(1, 2, tokens, 8)
+            agreement.agreed_calls(group).names.clear()
+            agreement.agreed_calls(group).names.add("another call")
+            compared.clear()
+            for _ in range(2):
+                sharded.attention(q, q, q, group=group, lengths="equal")
+            assert len(compared) == 2, "the call was the last that the group remembers"
+        lengths = _ChangingLengths([13, 13])
+        sharded.attention(q, q, q, group=group, lengths=lengths)
+        lengths.rows.append(13)
+        with pytest.raises(ValueError, match="an entry for each of 2 ranks"):
+            sharded.attention(q, q, q, group=group, lengths=lengths)
+
+
 def _no_second_derivative(rank: int, group: dist.ProcessGroup) -> None:
     """It is an error, and no zero, where heads are exchanged whole and where they are
     not."""
@@ -145,6 +190,8 @@ def _refusals(rank: int, group: dist.ProcessGroup) -> None:
         ({"attn_mask": Mask(documents=torch.zeros(7, dtype=torch.int64))}, "documents"),
         ({"attn_mask": torch.zeros(10, 10)}, r"attn_mask.*broadcast"),
         ({"attn_mask": Mask(sinks=torch.zeros(3))}, "sinks"),
+        ({"lengths": 10}, "lengths must be 'equal' or"),
+        ({"lengths": "even"}, "lengths must be 'equal', got 'even'"),
     ):
         named = {"query": q, "key": q, "value": q, "group": group, **wrong}
         with pytest.raises((TypeError, ValueError), match=name):

@@ -7,7 +7,7 @@ are given.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -114,7 +114,7 @@ def agree_on_lengths(
         lengths: the argument of the call.
 
     Raises:
-        ValueError: the lengths do not fit, or the ranks do not agree.
+        TypeError, ValueError: the lengths do not fit, or the ranks do not agree.
     """
     n_rows = query.shape[-2]
     checked_lengths = _checked_lengths(group, lengths, n_rows)
@@ -165,13 +165,17 @@ def _checked_lengths(
     """Return the argument ``lengths`` as the rows of every rank, or None if it is None.
 
     Raises:
-        ValueError: it does not fit the rows of this rank.
+        TypeError, ValueError: it does not fit the rows of this rank.
     """
     if lengths is None:
         return None
     if isinstance(lengths, str):
         one_of(lengths, "lengths", ("equal",))
         return (n_rows,) * group.size()
+    if not isinstance(lengths, Iterable):
+        raise TypeError(
+            f"lengths must be 'equal' or the rows of every rank, got {shown(lengths)}"
+        )
     rows_of_ranks = tuple([whole_number(n, "lengths", 0) for n in lengths])
     if len(rows_of_ranks) != group.size() or rows_of_ranks[group.rank()] != n_rows:
         raise ValueError(

@@ -55,6 +55,8 @@ from quorum_attention.mask import Mask
 # 16-bit calls of so few pairs are computed in fp32: on one device they get an exact
 # delta (kernels/reference.py), which needs whole rows.
 _MAX_WIDENED_PAIRS = 1 << 16
+# Arguments ``lengths`` whose texts have all of their numbers.
+_PLAIN_LENGTHS = (str, list, tuple, torch.Size)
 # Sizes that are the same on all ranks.
 _COMMON_SIZES = (
     "batch",
@@ -163,7 +165,10 @@ def attention(
     if attn_mask is None and report is None and lengths is not None:
         call_key = _call_key(query, key, value, arguments, lengths)
     inputs = Tensors(query, key, value, None)
-    prepared: _Prepared | None = agreed_calls(group).prepared.get(call_key)
+    # Looked up once: what is prepared must not outlive the agreement on it. A rank that
+    # finds its call prepared would not compare it where another rank does.
+    agreed = agreed_calls(group)
+    prepared: _Prepared | None = agreed.prepared.get(call_key)
     if prepared is None:
         inputs, prepared = _prepare(
             query,
@@ -179,7 +184,7 @@ def attention(
             inputs.query is query and inputs.key is key and inputs.value is value
         )
         if call_key is not None and is_unchanged:
-            agreed_calls(group).keep(call_key, prepared)
+            agreed.keep(call_key, prepared)
     shard, call = prepared
     with torch.autocast(inputs.query.device.type, enabled=False):
         shards = _flattened_shards(inputs, call.whole_call.shape)
@@ -200,6 +205,8 @@ def _call_key(
     where there was one like it, or None."""
     if not is_plain_call(query, key, value, arguments) or on_host(query.device):
         return None
+    if type(lengths) not in _PLAIN_LENGTHS:
+        return None  # its text need not tell its numbers
     key_of_shard = cache_key(query, key, value, arguments)
     return None if key_of_shard is None else (key_of_shard, repr(lengths))
 
