@@ -9,12 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.sources import PACKAGE, SOURCES, syntax_tree
 from torch.nn.modules import module as modules
 from torch.nn.utils import stateless
 
-import quorum_attention
-
-ROOT = Path(quorum_attention.__file__).parent
 # Every room, a folder or a file, from the ground up. Rooms of one floor do not import
 # each other.
 FLOORS = (
@@ -50,21 +48,21 @@ FLOORS = (
     ("__main__",),
 )
 LEVEL = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
-FILES = sorted(p for p in ROOT.rglob("*.py") if p != ROOT / "__init__.py")
+FILES = [path for path in SOURCES if path != PACKAGE / "__init__.py"]
 
 
 def module_of(path: Path) -> str:
-    parts = path.relative_to(ROOT.parent).with_suffix("").parts
+    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-MODULES = {module_of(path): path for path in (ROOT / "__init__.py", *FILES)}
+MODULES = {module_of(path): path for path in (PACKAGE / "__init__.py", *FILES)}
 
 
 def imported(path: Path) -> Iterator[str]:
     """Full names of the modules a file imports, inside functions too, types
     excepted."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+    tree = syntax_tree(path)
     hidden = {
         id(inner)
         for node in ast.walk(tree)
@@ -102,7 +100,7 @@ def test_imports_only_look_down() -> None:
             whole = name == "quorum_attention" and LEVEL[here] <= LEVEL["api"]
             there = room_of(name) if name.startswith("quorum_attention.") else here
             if whole or (there != here and LEVEL[there] >= LEVEL[here]):
-                wrong.append(f"{path.relative_to(ROOT)} imports {name}, above it")
+                wrong.append(f"{path.relative_to(PACKAGE)} imports {name}, above it")
     assert not wrong
 
 
@@ -128,7 +126,7 @@ def test_no_files_import_each_other_in_a_circle() -> None:
 
 @pytest.mark.parametrize("room", ["quorums", "decomposition", "execution/control"])
 def test_pure_rooms_know_nothing_of_torch(room: str) -> None:
-    names = [name for path in (ROOT / room).rglob("*.py") for name in imported(path)]
+    names = [name for path in (PACKAGE / room).rglob("*.py") for name in imported(path)]
     assert names
     assert not [name for name in names if name.split(".")[0] == "torch"]
 
@@ -169,7 +167,7 @@ def is_torchs(name: str) -> bool:
 def test_private_names_of_libraries_stand_in_one_file_for_each() -> None:
     """Transformers' and Accelerate's, of which one rename made a change fail without a
     word."""
-    trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in FILES}
+    trees = {path: syntax_tree(path) for path in FILES}
     own = {"_quorum_attention_changes", "_quorum_attention_patch", "_replace"}
     for tree in trees.values():
         own.update(defined_names(tree))
@@ -195,7 +193,7 @@ def test_what_a_cache_layer_of_transformers_holds_is_read_in_one_folder() -> Non
     for path in FILES:
         if LEVEL[room_of(module_of(path))] < LEVEL["integrations"]:
             continue
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(syntax_tree(path)):
             if isinstance(node, ast.Attribute) and node.attr in attributes:
                 reading.add(path.parent.name)
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "getattr":

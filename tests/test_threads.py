@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 from helpers.late_cuda import stand_in
+from helpers.sources import SOURCES, syntax_tree
 
-import quorum_attention
 from quorum_attention.bench.limits import PeakMemory
 from quorum_attention.devices import prefault
 from quorum_attention.execution.device import cuda
@@ -24,7 +24,6 @@ from quorum_attention.execution.device.page_locks import Copied, PageLocks
 from quorum_attention.kernels import triton_launch
 from quorum_attention.threads import in_spite_of_interrupts, start_executors
 
-SOURCES = sorted(Path(quorum_attention.__file__).parent.rglob("*.py"))
 MAKES_THREADS = {"Thread", "Timer", "ThreadPoolExecutor", "ThreadPool"}
 # rich's displays, which redraw themselves in threads unless they are told not to.
 DISPLAYS = {"Live", "Progress", "Status", "status", "track"}
@@ -44,7 +43,7 @@ def no_threads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def calls(path: Path) -> list[tuple[str, ast.Call]]:
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+    tree = syntax_tree(path)
     found = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     return [(ast.unparse(node.func).rpartition(".")[2], node) for node in found]
 
