@@ -157,6 +157,15 @@ def _prepared_as_long_as_agreed(rank: int, group: dist.ProcessGroup) -> None:
             for _ in range(2):
                 sharded.attention(q, q, q, group=group, lengths="equal")
             assert len(compared) == 2, "the call was the last that the group remembers"
+        patch.setattr(agreement, "_MAX_CALLS", 99)
+        scaled = [torch.randn(1, 2, 5, 8, dtype=torch.float64) for _ in range(2)]
+        scaled[1] = scaled[1].mT.contiguous().mT
+        compared.clear()
+        for q_of_call, scale in zip(scaled, (0.0, -0.0), strict=True):
+            sharded.attention(
+                *(q_of_call,) * 3, group=group, lengths="equal", scale=scale
+            )
+        assert len(compared) == 1, "zeros of both signs are one scale"
         lengths = _ChangingLengths([13, 13])
         sharded.attention(q, q, q, group=group, lengths=lengths)
         lengths.rows.append(13)
@@ -283,3 +292,12 @@ def _under_autocast(rank: int, group: dist.ProcessGroup) -> None:
     assert out.dtype == torch.bfloat16
     out.sum().backward()
     assert q.grad.dtype == torch.float32
+    # The forward decides: a backward under autocast has the forward's precision.
+    for heads in (2, 1):
+        x = torch.randn(1, heads, 8, 8, requires_grad=True)
+        grads = []
+        for is_enabled in (False, True):
+            out = sharded.attention(x, x, x, group=group)
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=is_enabled):
+                grads += torch.autograd.grad(out.square().sum(), x)
+        assert torch.equal(*grads)

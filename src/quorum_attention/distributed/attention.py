@@ -48,7 +48,11 @@ from quorum_attention.kernels.masked.read_values import (
 )
 from quorum_attention.kernels.protocol import InnerKernel
 from quorum_attention.kernels.registry import get_kernel
-from quorum_attention.kernels.torch_private import first_derivative, uncompiled
+from quorum_attention.kernels.torch_private import (
+    first_derivative,
+    no_grad_no_autocast,
+    uncompiled,
+)
 from quorum_attention.keywords import helps_with_names
 from quorum_attention.mask import Mask
 
@@ -342,7 +346,8 @@ def _signature_of(
     sizes = {name: getattr(request.shape, name) for name in _COMMON_SIZES}
     return {
         **sizes,
-        "scale": request.scale,
+        # Plus 0.0: of two calls like each other one may have -0.0.
+        "scale": request.scale + 0.0,
         "attn_mask": mask_signature(mask),
         "dropout_p": 0.0 if request.dropout is None else request.dropout.p,
         "dropout_seed": None if dropout_seed is None else int(dropout_seed),
@@ -461,7 +466,8 @@ class _ShardedAttention(torch.autograd.Function):
         )
         if on_host(grad_out.device):  # the hosts wait anyway
             compare(group, {"call": "the backward of attention", **call.signature})
-        with poison_group_on_error(group):
+        # The gradients are those of the forward, which autocast has left alone.
+        with poison_group_on_error(group), no_grad_no_autocast():
             grads = run_backward(call, grad_out, ctx.shapes, saved, mask_grads)
         return (*grads, *mask_grads, None)
 
