@@ -18,6 +18,7 @@ from quorum_attention.execution.device.lookup import (
     best_device,
     named_device,
 )
+from quorum_attention.recipes.left_out import left_out_of_prompt
 from quorum_attention.recipes.model_shape import ModelShape, read_shape
 from quorum_attention.recipes.prompt_estimate import (
     PromptEstimate,
@@ -94,9 +95,12 @@ def run(options: argparse.Namespace) -> None:
         device.type,
     )
     if options.json:
-        print_json(estimate_prompt(shape, request).to_dict())
+        estimate = estimate_prompt(shape, request)
+        print_json({**estimate.to_dict(), "left_out": left_out_of_prompt(shape)})
         return
     say_which_machine(options, request.device)
+    for sentence in left_out_of_prompt(shape):
+        say(sentence)
     if not weights_fit(shape, request):
         say(_longest_words(options, shape, request))
         return

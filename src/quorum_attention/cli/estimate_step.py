@@ -17,6 +17,7 @@ from quorum_attention.cli.host_memory import (
 )
 from quorum_attention.cli.output import print_json, say, show_table
 from quorum_attention.execution.device.lookup import best_device, named_device
+from quorum_attention.recipes.left_out import left_out_of_step
 from quorum_attention.recipes.model_shape import ModelShape, read_shape
 from quorum_attention.recipes.remedies import (
     advice_words,
@@ -106,10 +107,13 @@ def run(options: argparse.Namespace) -> None:
                 "host_suffices": needs.host_bytes <= host,
                 "longest_tokens": longest,
                 **needs.to_dict(),
+                "left_out": left_out_of_step(shape),
             }
         )
         return
     say_which_machine(options, training.device)
+    for sentence in left_out_of_step(shape):
+        say(sentence)
     _show(options, shape, needs, training.device)
     if fits is None:
         say(_all_on_words(options, needs, host))

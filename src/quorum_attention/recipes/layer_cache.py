@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from quorum_attention.recipes.prompt_inputs import cache_name
+from quorum_attention.recipes.prompt_inputs import cache_in, cache_name
 
 if TYPE_CHECKING:
     from quorum_attention.integrations.transformers.cache_bytes import CachedBytes
@@ -37,11 +37,6 @@ class LayerCache(NamedTuple):
     summaries: int = 0
     states: int = 0
 
-    @property
-    def is_recurrence(self) -> bool:
-        """Whether the layer has states in place of keys."""
-        return self.states > 0 and self.key_and_value == 0
-
     def numbers(self, n_tokens: int) -> int:
         """How many numbers are kept of ``n_tokens`` tokens."""
         n_kept = n_tokens if self.window is None else min(n_tokens, self.window)
@@ -54,12 +49,17 @@ def read_layer_caches(model: Any) -> tuple[LayerCache, ...]:
     Args:
         model: a decoder of Transformers on torch's meta device.
 
+    Returns:
+        What each layer keeps. One more behind them, if the model keeps tensors that lie
+        in no layer's cache, but beside them or in its modules.
+
     Raises:
         Exception: whatever a model raises that cannot run without memory.
     """
     with _without_advice():
-        few = _layers_behind(model, _FEW_TOKENS)
-        many = _layers_behind(model, _MORE_TOKENS)
+        at_rest_bytes = _module_bytes(model)
+        few = _kept_behind(model, _FEW_TOKENS, at_rest_bytes)
+        many = _kept_behind(model, _MORE_TOKENS, at_rest_bytes)
     return tuple(
         _layer_cache(*layer, model.dtype.itemsize)
         for layer in zip(few, many, strict=True)
@@ -79,20 +79,56 @@ def _without_advice() -> Iterator[None]:
         logging.set_verbosity(verbosity)
 
 
-def _layers_behind(model: Any, n_tokens: int) -> list[CachedBytes]:
-    """Return what the layers of a cache hold behind a prompt."""
-    from transformers import DynamicCache
+def _kept_behind(model: Any, n_tokens: int, at_rest_bytes: int) -> list[CachedBytes]:
+    """Return what a model keeps behind a prompt: each layer of its cache; and beside
+    these, if that is more than nothing, all other tensors together.
 
-    from quorum_attention.integrations.transformers.cache_bytes import cached_bytes
+    Args:
+        at_rest_bytes: what modules hold beside weights and buffers before any prompt.
+    """
+    from quorum_attention.integrations.transformers.cache_bytes import (
+        CachedBytes,
+        cached_bytes,
+        n_bytes_in,
+    )
 
     # A model that knows a token of padding may look for it among ids, which have no
     # numbers.
     model.config.pad_token_id = None
-    cache = DynamicCache(config=model.config)
     ids = torch.ones(1, n_tokens, dtype=torch.long, device="meta")
+    cache = _filled_cache(model, ids)
+    layers = [cached_bytes(layer) for layer in cache.layers]
+    beside_bytes = n_bytes_in(vars(cache)) + _module_bytes(model) - at_rest_bytes
+    if beside_bytes:
+        layers.append(CachedBytes(rows=0, further=beside_bytes, window=None))
+    return layers
+
+
+def _filled_cache(model: Any, ids: torch.Tensor) -> Any:
+    """Return a cache behind a prompt: the usual one, or the model's own if it takes no
+    other."""
+    from transformers import DynamicCache
+
+    cache = DynamicCache(config=model.config)
     with torch.no_grad():
-        model(ids, **{cache_name(model.forward): cache})
-    return [cached_bytes(layer) for layer in cache.layers]
+        try:
+            model(ids, **{cache_name(model.forward): cache})
+        except Exception:  # of another class of cache, by any name
+            return cache_in(model(ids, use_cache=True))
+    return cache
+
+
+def _module_bytes(model: Any) -> int:
+    """Bytes of all tensors that modules hold beside weights and buffers: states of a
+    recurrence."""
+    from quorum_attention.integrations.transformers.cache_bytes import n_bytes_in
+
+    n_bytes = 0
+    for module in model.modules():
+        attributes = dict(vars(module))
+        del attributes["_parameters"], attributes["_buffers"]
+        n_bytes += n_bytes_in(attributes)
+    return n_bytes
 
 
 def _layer_cache(few: CachedBytes, many: CachedBytes, itemsize: int) -> LayerCache:

@@ -9,6 +9,7 @@ layers before experts.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -50,6 +51,9 @@ _FOUR_TIMES_AS_WIDE = (
     "openai-gpt",
 )
 _WITHOUT_ATTENTION = ("falcon_mamba", "mamba", "mamba2", "rwkv", "xlstm")
+# Types of layers without attention: recurrences, convolutions, and MLPs that are layers
+# of their own. Transformers 5 has no other names; "mamba" and "recurrent" are older.
+_OTHER_LAYERS = ("conv", "linear_attention", "mamba", "mlp", "moe", "recurrent")
 
 
 @dataclass(frozen=True)
@@ -71,8 +75,12 @@ class ModelShape:
         parameters: the number of all parameters.
         mlp_width: the width of the widest MLP that a token goes through: of a dense
             MLP, or of a token's experts together, with those that all tokens share.
-        layer_caches: what each layer keeps in a cache; empty: keys and values of all
-            tokens.
+        layer_caches: what each layer keeps in a cache, and one more for what the model
+            keeps beside that; empty: not measured.
+        other_layers: the numbers of layers that have no attention: recurrences,
+            convolutions, and MLPs that are layers of their own.
+        by_formula: parameters were counted by a formula, as Transformers did not build
+            the model.
     """
 
     kind: str
@@ -88,11 +96,33 @@ class ModelShape:
     parameters: int
     mlp_width: int
     layer_caches: tuple[LayerCache, ...] = ()
+    other_layers: tuple[int, ...] = ()
+    by_formula: bool = False
+
+    @property
+    def attention_layers(self) -> int:
+        """How many layers have attention."""
+        return self.layers - len(self.other_layers)
 
     def caches(self) -> tuple[LayerCache, ...]:
-        """Return what each layer keeps in a cache."""
+        """Return what each layer keeps in a cache. Where that was not measured, layers
+        with attention keep keys and values of all tokens, and others nothing."""
+        if self.layer_caches:
+            return self.layer_caches
         key_and_value = LayerCache(2 * self.kv_heads * self.head_dim)
-        return self.layer_caches or (key_and_value,) * self.layers
+        return tuple(
+            LayerCache(0) if number in self.other_layers else key_and_value
+            for number in range(self.layers)
+        )
+
+    def attention_windows(self) -> Counter[int | None]:
+        """Count the layers with attention, by how many tokens a query sees before it;
+        None: all."""
+        return Counter(
+            cache.window
+            for number, cache in enumerate(self.caches()[: self.layers])
+            if number not in self.other_layers
+        )
 
     @property
     def head_norms(self) -> bool:
@@ -130,11 +160,13 @@ def read_shape(
     inner = contents.get("text_config")
     sizes: Configuration = inner if isinstance(inner, Mapping) else contents
     _check_is_estimated(contents)
-    shape = _read_sizes(_with_common_names(sizes))
+    built = _build_configuration(sizes)
+    shape = _read_sizes(_with_common_names(sizes, built))
     if parameters is not None and not with_caches:
         return replace(shape, parameters=parameters)
-    model = _build(sizes)
+    model = _build(built)
     if parameters is None:
+        shape = replace(shape, by_formula=model is None)
         parameters = _count_parameters(sizes, shape, model)
     if with_caches and model is not None:
         shape = replace(shape, layer_caches=_layer_caches(model))
@@ -158,7 +190,7 @@ def _read_file(path: Path) -> Configuration:
             f"{file}: give the path of a config.json, or of its folder"
         )
     try:
-        contents = json.loads(file.read_text(encoding="utf-8"))
+        contents = json.loads(file.read_text(encoding="utf-8"), object_hook=_decoded)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{file} is not a config.json: {error}") from None
     if not isinstance(contents, Mapping):
@@ -166,6 +198,12 @@ def _read_file(path: Path) -> Configuration:
             f"a model's configuration must be an object of JSON, got {shown(contents)}"
         )
     return contents
+
+
+def _decoded(value: dict[str, Any]) -> Any:
+    """An object of JSON, or the number that Transformers writes as one, such as
+    ``{"__float__": "Infinity"}``."""
+    return float(value["__float__"]) if value.keys() == {"__float__"} else value
 
 
 def _check_is_estimated(config: Configuration) -> None:
@@ -189,33 +227,56 @@ def _check_is_estimated(config: Configuration) -> None:
         )
 
 
-def _with_common_names(config: Configuration) -> Configuration:
-    """A configuration whose sizes have the names of most kinds of models, too: GPT-2's
-    ``n_embd`` is ``hidden_size`` of others. Transformers knows these names."""
+def _configuration_class(config: Configuration) -> Any:
+    """Transformers' class of a configuration, or None if it has none."""
     try:
         from transformers import CONFIG_MAPPING
     except ImportError:
-        return config
+        return None
     kind = config.get("model_type")
     if kind not in CONFIG_MAPPING:
+        return None
+    return CONFIG_MAPPING[kind]  # its ``get`` finds nothing: classes are loaded late
+
+
+def _build_configuration(config: Configuration) -> Any:
+    """The configuration that Transformers makes of a ``config.json``, or None if it
+    makes none."""
+    configuration_class = _configuration_class(config)
+    if configuration_class is None:
+        return None
+    try:
+        return configuration_class.from_dict(dict(config))
+    except Exception:  # whatever it lacks, sizes are read as they are written
+        return None
+
+
+def _with_common_names(config: Configuration, built: Any) -> Configuration:
+    """A configuration whose sizes have the names of most kinds of models, too: GPT-2's
+    ``n_embd`` is ``hidden_size`` of others. Transformers knows these names.
+
+    Args:
+        built: the configuration of Transformers, which knows what each layer is; None:
+            it made none.
+    """
+    configuration_class = _configuration_class(config)
+    if configuration_class is None:
         return config
-    names = CONFIG_MAPPING[kind].attribute_map
+    names = configuration_class.attribute_map
     sizes = {common: config.get(name) for common, name in names.items()}
-    return {**sizes, **config}
+    layer_types = getattr(built, "layer_types", None) or sizes.get("layer_types")
+    return {**sizes, **config, "layer_types": layer_types or config.get("layer_types")}
 
 
-def _build(config: Configuration) -> Any:
-    """The model without memory that Transformers builds, or None if it builds none."""
-    try:
-        from transformers import CONFIG_MAPPING, AutoModelForCausalLM
-    except ImportError:
-        return None
-    kind = config.get("model_type")
-    if kind not in CONFIG_MAPPING:
+def _build(built: Any) -> Any:
+    """The model without memory that Transformers builds of a configuration, or None if
+    it builds none."""
+    if built is None:
         return None
     try:
+        from transformers import AutoModelForCausalLM
+
         with torch.device("meta"):
-            built = CONFIG_MAPPING[kind].from_dict(dict(config))
             # Products of experts are not defined in other dtypes without memory.
             return AutoModelForCausalLM.from_config(built, dtype=torch.bfloat16)
     except Exception:  # whatever it lacks, formulas count
@@ -255,12 +316,13 @@ def _read_sizes(config: Configuration) -> ModelShape:
     experts = _first(config, _EXPERTS, 0)
     kind = str(config.get("model_type", "unknown"))
     default_width = 4 * hidden if kind in _FOUR_TIMES_AS_WIDE else 0
+    layer_types = config.get("layer_types") or ()
     width = _first(config, _MLP_WIDTHS, default_width) or None
     has_expert_width = experts and config.get("moe_intermediate_size") is not None
     width_name = "moe_intermediate_size" if has_expert_width else "intermediate_size"
     shape = ModelShape(
         kind=kind,
-        layers=_size(config, "num_hidden_layers"),
+        layers=_size(config, "num_hidden_layers", len(layer_types)),
         hidden=hidden,
         heads=heads,
         kv_heads=kv_heads,
@@ -271,6 +333,11 @@ def _read_sizes(config: Configuration) -> ModelShape:
         experts_per_token=_experts_per_token(config) if experts else 1,
         parameters=0,
         mlp_width=0,
+        other_layers=tuple(
+            number
+            for number, layer_type in enumerate(layer_types)
+            if layer_type in _OTHER_LAYERS
+        ),
     )
     mlps = _mlps_of(config, shape)
     widths = []
@@ -372,12 +439,9 @@ def _shared_width(config: Configuration, expert_width: int) -> int:
 
 def _dense_layers(config: Configuration, layers: int) -> int:
     """How many layers of a model with experts have none."""
-    kinds = config.get("mlp_layer_types")
-    if isinstance(kinds, (list, tuple)):
-        return sum(kind == "dense" for kind in kinds)
-    numbers = config.get("moe_layers")
-    if isinstance(numbers, (list, tuple)):
-        return layers - len(numbers)
+    listed = _listed_dense_layers(config, layers)
+    if listed is not None:
+        return listed
     first = _first(config, _DENSE_LAYERS, 0)
     apart = set(config.get("mlp_only_layers") or ())
     period = _first(config, ("decoder_sparse_step", "interleave_moe_layer_step"), 1)
@@ -389,6 +453,18 @@ def _dense_layers(config: Configuration, layers: int) -> int:
         if (layer + 1) % period == 0 and layer % frequency == 0 and layer not in apart
     ]
     return layers - len(sparse)
+
+
+def _listed_dense_layers(config: Configuration, layers: int) -> int | None:
+    """The same, of a configuration that lists its layers; None: it does not."""
+    kinds = config.get("mlp_layer_types")
+    if isinstance(kinds, (list, tuple)):
+        return list(kinds).count("dense")
+    layer_types: list[str] = list(config.get("layer_types") or ())
+    if "moe" in layer_types or "mlp" in layer_types:
+        return layers - layer_types.count("moe")
+    numbers = config.get("moe_layers")
+    return layers - len(numbers) if isinstance(numbers, (list, tuple)) else None
 
 
 def _first(config: Configuration, names: tuple[str, ...], default: int) -> int:

@@ -3,7 +3,6 @@ a token."""
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
@@ -305,12 +304,9 @@ def _prefill_seconds(
     prompt_plan: PromptPlan,
 ) -> float:
     """Seconds until the first token."""
-    windows = Counter(
-        layer.window for layer in shape.caches() if not layer.is_recurrence
-    )
     attention_seconds = sum(
         n_layers * _attention_seconds(shape, request, prompt_plan, window)
-        for window, n_layers in windows.items()
+        for window, n_layers in shape.attention_windows().items()
     )
     tiles_seconds = _tiles_seconds(shape, request, token, prompt_plan)
     # The next layer's cache is locked while attention runs, rows before that.

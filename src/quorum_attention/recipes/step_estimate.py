@@ -165,7 +165,9 @@ def _step_with(shape: ModelShape, training: Training, workspace: int) -> StepMem
     )
     host_bytes = 0
     if training.has(HOST):
-        host_bytes += shape.layers * kept_bytes(shape, training).total
+        layer = kept_bytes(shape, training)
+        host_bytes += shape.layers * layer.checkpoint
+        host_bytes += shape.attention_layers * layer.result
     if training.has(TILES):
         host_bytes += sum(tiled_bytes(shape, training))
     budget = training.budget if training.has(ATTENTION) else None

@@ -29,11 +29,11 @@ def cached_bytes(layer: Any) -> CachedBytes:
         window = max(1, window - 1)
     keys = getattr(layer, "keys", None)
     values = getattr(layer, "values", None)
-    row_bytes = _n_bytes((keys, values))
-    return CachedBytes(row_bytes, _n_bytes(vars(layer)) - row_bytes, window)
+    row_bytes = n_bytes_in((keys, values))
+    return CachedBytes(row_bytes, n_bytes_in(vars(layer)) - row_bytes, window)
 
 
-def _n_bytes(value: Any) -> int:
+def n_bytes_in(value: Any) -> int:
     """The bytes of all tensors in a container."""
     if isinstance(value, torch.Tensor):
         return value.nbytes if value.dim() else 0
@@ -41,4 +41,4 @@ def _n_bytes(value: Any) -> int:
         value = list(value.values())
     if not isinstance(value, (list, tuple)):
         return 0
-    return sum(_n_bytes(item) for item in value)
+    return sum(n_bytes_in(item) for item in value)
