@@ -3,6 +3,8 @@ of a model keep."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,12 +14,19 @@ pytest.importorskip("transformers")
 
 from helpers.models import LINEAR_EXPERTS
 from helpers.prompt_models import CHUNKED, LAYERED, N_PROMPT, OLD, new_model, prompt
+from transformers import DynamicCache
 
 from quorum_attention.integrations.transformers.segmented_layer import SegmentedLayer
 from quorum_attention.recipes import long_prompt
+from quorum_attention.recipes.cpu_rates import CpuRates, measure_cpu
+from quorum_attention.recipes.layer_bytes import kept_bytes
 from quorum_attention.recipes.layer_cache import LayerCache
+from quorum_attention.recipes.left_out import left_out_of_prompt, left_out_of_step
 from quorum_attention.recipes.model_shape import read_shape
 from quorum_attention.recipes.prompt_estimate import PromptRequest, estimate_prompt
+from quorum_attention.recipes.step_estimate import step_beside_attention
+from quorum_attention.recipes.switches import HOST
+from quorum_attention.recipes.training import Training
 
 GIB = 1 << 30
 UNNAMED = {"intermediate_size": None, "num_key_value_heads": None}
@@ -44,6 +53,28 @@ KINDS: dict[str, dict[str, Any]] = {
         "attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2,
         "num_experts_per_tok": 1, "mamba_d_state": 4, "head_dim": None,
     },
+}  # fmt: skip
+HALVES = {"layer_types": ["linear_attention", "full_attention"]}
+# Layers with attention, and others; and how many layers have none. MiniMax has a cache
+# of its own, RecurrentGemma states in its modules, Nemotron-H layers without states.
+HYBRIDS: dict[str, tuple[dict[str, Any], int]] = {
+    "minimax": ({**HALVES, "num_local_experts": 2, "num_experts_per_tok": 1}, 1),
+    "recurrent_gemma": (
+        {"num_hidden_layers": 3, "attention_window_size": 9, "lru_width": 32, "head_dim": None},
+        2,
+    ),
+    "nemotron_h": (
+        {
+            "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
+            "num_hidden_layers": None, "mamba_num_heads": 4, "mamba_head_dim": 8, "n_groups": 1,
+            "ssm_state_size": 8, "n_routed_experts": 2, "num_experts_per_tok": 1,
+            "moe_intermediate_size": 16, "moe_shared_expert_intermediate_size": 16,
+        },
+        3,
+    ),
+    "lfm2": ({"layer_types": ["conv", "full_attention"], "head_dim": None}, 1),
+    "qwen3_next": ({**LINEAR_EXPERTS, **HALVES}, 1),
+    "jamba": (KINDS["jamba"], 1),
 }  # fmt: skip
 # Kinds that do not run without memory.
 BY_FORMULA = ("jetmoe",)
@@ -86,3 +117,87 @@ def test_a_model_that_does_not_run_without_memory_is_counted_by_formula() -> Non
     shape = read_shape({**sizes, **heads}, with_caches=True)
     assert shape.caches() == (LayerCache(2 * 2 * 8),) * 3
     assert shape.intermediate == 64
+
+
+def bytes_behind(kind: str, model: Any) -> int:
+    """The bytes that a model of a kind keeps of a prompt, in its cache and in its
+    modules."""
+    cache: Any = None if kind == "minimax" else DynamicCache(config=model.config)
+    with torch.no_grad():
+        output = model(prompt(), past_key_values=cache, use_cache=True)
+    if kind == "minimax":
+        cache = output.past_key_values
+    states = [state for state in getattr(cache, "linear_cache", []) if len(state)]
+    for module in model.modules():
+        for name in ("conv1d_state", "recurrent_states"):
+            states.append(getattr(module, name, None))
+    n_bytes: int = sum(state.nbytes for state in states if state is not None)
+    return n_bytes + sum(bytes_of(layer) for layer in cache.layers)
+
+
+@pytest.mark.parametrize("kind", HYBRIDS)
+def test_layers_without_attention_are_counted_as_they_are(
+    kind: str, tmp_path: Path
+) -> None:
+    """MiniMax's were counted as if they had keys and values, RecurrentGemma's states as
+    nothing, and Nemotron-H was refused, the more so as its file has an infinite number. Each was given the time
+    of attention."""
+    sizes, n_without = HYBRIDS[kind]
+    model = new_model(kind, sizes).to(torch.bfloat16)
+    model.config.save_pretrained(tmp_path)
+    shape = read_shape(tmp_path, with_caches=True)
+    assert not shape.by_formula
+    assert shape.parameters == model.num_parameters()
+    assert shape.attention_layers == shape.layers - n_without
+    assert shape.attention_windows().total() == shape.attention_layers
+    n_bytes = 2 * sum(layer.numbers(N_PROMPT) for layer in shape.caches())
+    assert n_bytes == pytest.approx(bytes_behind(kind, model), rel=0.01)
+
+
+def test_what_an_estimate_leaves_out_is_said() -> None:
+    """A step of hybrid models took two to five times as much as was estimated, and
+    nothing said so; nor that a cache was counted without a run."""
+    sizes, _ = HYBRIDS["minimax"]
+    config = new_model("minimax", sizes).config.to_dict()
+    measured = read_shape(config, with_caches=True)
+    (words,) = left_out_of_prompt(measured)
+    assert "1 of 2 layers of minimax without attention" in words
+    assert "1 of 2 layers of minimax" in left_out_of_step(measured)[0]
+    by_formula = read_shape(config)
+    assert by_formula.caches() == (LayerCache(0), LayerCache(2 * 2 * 16))
+    assert "not measured" in left_out_of_prompt(by_formula)[0]
+    plain = read_shape(new_model("qwen3", LAYERED["qwen3"]).config.to_dict())
+    assert left_out_of_step(plain) == []
+    assert "by a formula" in left_out_of_step(replace(plain, by_formula=True))[0]
+
+
+def test_only_layers_with_attention_keep_its_results_in_host_memory() -> None:
+    sizes, _ = HYBRIDS["minimax"]
+    hybrid = read_shape(new_model("minimax", sizes).config.to_dict())
+    step = Training(1024, on=(HOST,))
+    n_bytes = step_beside_attention(hybrid, step).host_bytes
+    all_attend = step_beside_attention(replace(hybrid, other_layers=()), step)
+    assert all_attend.host_bytes - n_bytes == kept_bytes(hybrid, step).result
+
+
+@pytest.mark.parametrize("slower", [1, 4])
+def test_seconds_on_a_cpu_follow_its_measured_rates(
+    slower: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They were those of an H200's host: a token was 30 times as fast as it is."""
+    rates = CpuRates(weight_bytes=8e9 / slower, flops=1e9 / slower)
+    monkeypatch.setattr(
+        "quorum_attention.recipes.prompt_estimate.measure_cpu", lambda _: rates
+    )
+    shape = read_shape(new_model("qwen3", LAYERED["qwen3"]).config.to_dict())
+    estimate = estimate_prompt(shape, PromptRequest(64, 0, GIB, device="cpu"))
+    weights, cache, _ = estimate.parts
+    assert (
+        estimate.token_seconds == (weights.device + cache.device) / rates.weight_bytes
+    )
+
+
+def test_rates_of_a_cpu_are_measured() -> None:
+    rates = measure_cpu(torch.float32)
+    assert 1e8 < rates.weight_bytes < 1e12
+    assert 1e8 < rates.flops < 1e14

@@ -143,7 +143,7 @@ def _show(shape: ModelShape, request: PromptRequest, estimate: PromptEstimate) -
     show_table(["part", "device", "host memory", "files"], rows, title=title)
     if not estimate.fits:
         return
-    machine = " (on an H200)" if request.device == GPU else ""
+    machine = " (on an H200)" if request.device == GPU else " (on this machine's CPU)"
     say(f"prefill: {format_seconds(estimate.prefill_seconds)}{machine}")
     say(f"each further token: {format_seconds(estimate.token_seconds)}{machine}")
 

@@ -15,6 +15,7 @@ from quorum_attention.long_prompts.places import staging_bytes
 from quorum_attention.mask import Mask
 from quorum_attention.plain_types import JsonObject
 from quorum_attention.planner import plan
+from quorum_attention.recipes.cpu_rates import measure_cpu
 from quorum_attention.recipes.model_shape import ModelShape
 from quorum_attention.recipes.prompt_memory import (
     CHUNK_BYTES,
@@ -28,17 +29,14 @@ from quorum_attention.recipes.prompt_memory import (
 from quorum_attention.units import format_bytes
 
 # Rates of an H200's host and memory, measured: bytes a second that attention of one
-# query reads on the device, across the bus, and on the host's cores; and that a disk
-# gives.
+# query reads on the device, and across the bus; and that a disk gives.
 _DEVICE_RATE = 2.8e12
 _BUS_RATE = 51e9
-_CORES_RATE = 80e9
-# The cores while the bus reads the same memory.
+# And on the host's cores, while the bus reads the same memory.
 _CORES_BESIDE_BUS_RATE = 65e9
 _DISK_RATE = 2e9
-# FLOP/s of a layer's matrix products in 16 bits, and of a CPU's thread.
+# FLOP/s of a layer's matrix products in 16 bits.
 _MATRIX_RATE = 600e12
-_CPU_MATRIX_RATE = 70e9
 # Bytes a second of what is computed number by number (norms, activations, rotations),
 # and how many times a tile's numbers are read or written for that: rows that wait for
 # attention are stored, and loaded again.
@@ -358,7 +356,7 @@ def _tiles_seconds(
     mlp = 3 * shape.hidden * shape.mlp_width
     operations = 2 * request.tokens * (projections + mlp)
     if request.device != GPU:
-        return operations / (_CPU_MATRIX_RATE * torch.get_num_threads())
+        return operations / measure_cpu(request.dtype).flops
     n_passes = _PASSES_AT_ONCE if prompt_plan.fits_at_once else _PASSES
     element_bytes = n_passes * request.tokens * token.tile
     compute_seconds = operations / _MATRIX_RATE + element_bytes / _ELEMENT_RATE
@@ -394,7 +392,7 @@ def _token_seconds(
     device_bytes = weights.device + cache.device
     file_seconds = cache.file / _DISK_RATE
     if request.device != GPU:
-        return device_bytes / _CORES_RATE + file_seconds
+        return device_bytes / measure_cpu(request.dtype).weight_bytes + file_seconds
     launch_seconds = shape.layers * _LAYER_SECONDS
     device_seconds = max(device_bytes / _DEVICE_RATE, launch_seconds)
     n_host_layers = _layers_in_host_memory(shape, cache)
