@@ -76,6 +76,10 @@ HYBRIDS: dict[str, tuple[dict[str, Any], int]] = {
     "qwen3_next": ({**LINEAR_EXPERTS, **HALVES}, 1),
     "jamba": (KINDS["jamba"], 1),
 }  # fmt: skip
+FALCON_H1 = {
+    "mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8,
+    "mamba_n_groups": 1, "mamba_chunk_size": 16,
+}  # fmt: skip
 # Kinds that do not run without memory.
 BY_FORMULA = ("jetmoe",)
 
@@ -163,6 +167,10 @@ def test_what_an_estimate_leaves_out_is_said() -> None:
     (words,) = left_out_of_prompt(measured)
     assert "1 of 2 layers of minimax without attention" in words
     assert "1 of 2 layers of minimax" in left_out_of_step(measured)[0]
+    # A recurrence beside attention in each layer.
+    config = new_model("falcon_h1", FALCON_H1).config.to_dict()
+    assert "2 of 2 layers of falcon_h1" in left_out_of_step(read_shape(config))[0]
+    config = new_model("minimax", sizes).config.to_dict()
     by_formula = read_shape(config)
     assert by_formula.caches() == (LayerCache(0), LayerCache(2 * 2 * 16))
     assert "not measured" in left_out_of_prompt(by_formula)[0]

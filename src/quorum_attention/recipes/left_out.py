@@ -10,7 +10,7 @@ def left_out_of_step(shape: ModelShape) -> list[str]:
     """Say what the estimate of a training step leaves out; nothing if it leaves out
     nothing."""
     sentences = _left_out_of_weights(shape)
-    if shape.other_layers:
+    if _n_other_layers(shape):
         sentences.append(
             f"not estimated: {_other_layers(shape)}. What they compute with, and "
             "adapters on them, is not counted: a step may take several times as much"
@@ -29,12 +29,12 @@ def left_out_of_prompt(shape: ModelShape) -> list[str]:
             "without memory. Layers with attention are counted with keys and values of "
             "all tokens, others with nothing"
         )
-    if shape.other_layers:
+    if _n_other_layers(shape):
         sentences.append(
-            f"not estimated: {_other_layers(shape)}. long_prompt computes such a model "
-            "in chunks or whole, not layer by layer. What these layers compute with, "
-            "and how long, is not counted: a prompt may take several times as much "
-            "working memory and time"
+            f"not estimated: {_other_layers(shape)}. Where long_prompt cannot compute "
+            "such a model layer by layer, it computes it in chunks or whole. What "
+            "these layers compute with, and how long, is not counted: a prompt may take "
+            "several times as much working memory and time"
         )
     return sentences
 
@@ -49,9 +49,13 @@ def _left_out_of_weights(shape: ModelShape) -> list[str]:
     ]
 
 
+def _n_other_layers(shape: ModelShape) -> int:
+    return len(shape.other_layers) + shape.hybrid_layers
+
+
 def _other_layers(shape: ModelShape) -> str:
-    n_other = len(shape.other_layers)
+    n_other = _n_other_layers(shape)
     return (
         f"{n_other} of {counted(shape.layers, 'layer')} of {shape.kind} without "
-        "attention (recurrences, convolutions, MLPs alone)"
+        "attention, or with more than attention (recurrences, convolutions, MLPs alone)"
     )

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -54,6 +54,8 @@ _WITHOUT_ATTENTION = ("falcon_mamba", "mamba", "mamba2", "rwkv", "xlstm")
 # Types of layers without attention: recurrences, convolutions, and MLPs that are layers
 # of their own. Transformers 5 has no other names; "mamba" and "recurrent" are older.
 _OTHER_LAYERS = ("conv", "linear_attention", "mamba", "mlp", "moe", "recurrent")
+# Types of layers with a recurrence beside attention.
+_HYBRID_LAYERS = ("hybrid", "hybrid_sliding")
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,7 @@ class ModelShape:
             keeps beside that; empty: not measured.
         other_layers: the numbers of layers that have no attention: recurrences,
             convolutions, and MLPs that are layers of their own.
+        hybrid_layers: how many layers have a recurrence beside attention.
         by_formula: parameters were counted by a formula, as Transformers did not build
             the model.
     """
@@ -97,6 +100,7 @@ class ModelShape:
     mlp_width: int
     layer_caches: tuple[LayerCache, ...] = ()
     other_layers: tuple[int, ...] = ()
+    hybrid_layers: int = 0
     by_formula: bool = False
 
     @property
@@ -333,11 +337,8 @@ def _read_sizes(config: Configuration) -> ModelShape:
         experts_per_token=_experts_per_token(config) if experts else 1,
         parameters=0,
         mlp_width=0,
-        other_layers=tuple(
-            number
-            for number, layer_type in enumerate(layer_types)
-            if layer_type in _OTHER_LAYERS
-        ),
+        other_layers=_numbers_of(_OTHER_LAYERS, layer_types),
+        hybrid_layers=len(_numbers_of(_HYBRID_LAYERS, layer_types)),
     )
     mlps = _mlps_of(config, shape)
     widths = []
@@ -347,6 +348,11 @@ def _read_sizes(config: Configuration) -> ModelShape:
         width_of_experts = shape.experts_per_token * shape.intermediate
         widths.append(width_of_experts + mlps.shared_width)
     return replace(shape, mlp_width=max(widths))
+
+
+def _numbers_of(types: tuple[str, ...], layer_types: Sequence[str]) -> tuple[int, ...]:
+    """The numbers of the layers of these types."""
+    return tuple(number for number, name in enumerate(layer_types) if name in types)
 
 
 def _has_latents(config: Configuration) -> bool:
