@@ -33,8 +33,8 @@ def left_out_of_prompt(shape: ModelShape) -> list[str]:
         sentences.append(
             f"not estimated: {_other_layers(shape)}. Where long_prompt cannot compute "
             "such a model layer by layer, it computes it in chunks or whole. What "
-            "these layers compute with, and how long, is not counted: a prompt may take "
-            "several times as much working memory and time"
+            "these layers compute with, and how long, is not counted: a prompt may "
+            "take several times as much working memory and time"
         )
     return sentences
 
