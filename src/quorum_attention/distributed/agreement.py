@@ -27,6 +27,8 @@ CallSignature = Mapping[str, object]
 # Calls that a group remembers. When there are more, all ranks forget all calls at the
 # same call.
 _MAX_CALLS = 1024
+# Prepared calls that a group keeps: of 64 ranks, each takes 1.5 MB.
+_MAX_PREPARED = 64
 
 
 @dataclass(slots=True)
@@ -43,7 +45,7 @@ class AgreedCalls:
 
     def keep(self, key: Hashable, prepared: Any) -> None:
         """Keep what was prepared for a call."""
-        if len(self.prepared) >= _MAX_CALLS:
+        if len(self.prepared) >= _MAX_PREPARED:
             self.prepared.clear()
         self.prepared[key] = prepared
 

@@ -118,10 +118,14 @@ def choose_assignment(
         balanced = max(_TOLERATED_IMBALANCE, imbalance)
         return balanced, cost_in_bytes(assignment), imbalance
 
-    assignments = list(all_assignments(shape))
-    by_heads = assignments[0]
-    cheapest = min(assignments, key=cost)
+    ways = all_assignments(shape)
+    by_heads = next(ways)
     little_bytes = _LITTLE_SHARE * bytes_beside_computing
+    if by_heads.whole_heads and cost_in_bytes(by_heads) <= little_bytes:
+        # All others take more calls. With many ranks to cut them takes seconds.
+        return by_heads
+    assignments = [by_heads, *ways]
+    cheapest = min(assignments, key=cost)
     tolerated_cost = max(2 * cost_in_bytes(cheapest), little_bytes)
     heads_divide = shape.heads % shape.n_ranks == 0
     if not heads_divide or cost_in_bytes(by_heads) > tolerated_cost:
