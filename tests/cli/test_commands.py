@@ -66,6 +66,10 @@ def test_estimate_of_a_long_prompt(
     words = " ".join(capsys.readouterr().out.split())
     assert on_cpu == 0
     assert ("For a GPU say --device cuda" in words) != torch.cuda.is_available()
+    assert main([*prompt, "--memory", "80GiB", "--device", "cpu"]) == 0
+    words = " ".join(capsys.readouterr().out.split())
+    assert "(on this machine's CPU)" in words
+    assert "quorum-attention calibrate measures this one's" in words
     for refused in (
         ["--tokens", "5"],
         ["--lora", "8"],

@@ -18,6 +18,7 @@ from quorum_attention.execution.device.lookup import (
     best_device,
     named_device,
 )
+from quorum_attention.planner.calibration import hardware_of
 from quorum_attention.recipes.left_out import left_out_of_prompt
 from quorum_attention.recipes.model_shape import ModelShape, read_shape
 from quorum_attention.recipes.prompt_estimate import (
@@ -146,6 +147,16 @@ def _show(shape: ModelShape, request: PromptRequest, estimate: PromptEstimate) -
     machine = " (on an H200)" if request.device == GPU else " (on this machine's CPU)"
     say(f"prefill: {format_seconds(estimate.prefill_seconds)}{machine}")
     say(f"each further token: {format_seconds(estimate.token_seconds)}{machine}")
+    if request.device != GPU and not _is_calibrated(shape, request):
+        say(
+            "attention's part of the prefill has the rates of a server's CPU: "
+            "quorum-attention calibrate measures this one's"
+        )
+
+
+def _is_calibrated(shape: ModelShape, request: PromptRequest) -> bool:
+    device = torch.device(request.device)
+    return hardware_of(device, request.dtype, shape.head_dim).measured
 
 
 def _longest_words(
