@@ -113,26 +113,36 @@ def choose_assignment(
         uncovered_cost = max(0.0, cost_of_calls - bytes_beside_computing)
         return assignment.most_received(row_bytes) + uncovered_cost
 
-    def cost(assignment: Assignment) -> tuple[float, float, float]:
-        imbalance = assignment.imbalance
-        balanced = max(_TOLERATED_IMBALANCE, imbalance)
-        return balanced, cost_in_bytes(assignment), imbalance
+    def cheapest_of(assignments: Iterable[Assignment]) -> Assignment:
+        # Bytes are counted of the most even alone: with many ranks that takes seconds
+        # for all.
+        even = _most_even(assignments)
+        return min(even, key=lambda way: (cost_in_bytes(way), way.imbalance))
 
     ways = all_assignments(shape)
     by_heads = next(ways)
     little_bytes = _LITTLE_SHARE * bytes_beside_computing
     if by_heads.whole_heads and cost_in_bytes(by_heads) <= little_bytes:
-        # All others take more calls. With many ranks to cut them takes seconds.
+        # All others take more calls.
         return by_heads
     assignments = [by_heads, *ways]
-    cheapest = min(assignments, key=cost)
+    cheapest = cheapest_of(assignments)
     tolerated_cost = max(2 * cost_in_bytes(cheapest), little_bytes)
     heads_divide = shape.heads % shape.n_ranks == 0
     if not heads_divide or cost_in_bytes(by_heads) > tolerated_cost:
         return cheapest
     n_calls = _n_calls(by_heads)
-    with_few_calls = [way for way in assignments if _n_calls(way) <= n_calls]
-    return min(with_few_calls, key=cost)
+    return cheapest_of(way for way in assignments if _n_calls(way) <= n_calls)
+
+
+def _most_even(assignments: Iterable[Assignment]) -> list[Assignment]:
+    """Return the assignments whose largest share of the work is as small as any, or
+    within the tolerated difference from an equal one."""
+    by_imbalance: dict[float, list[Assignment]] = defaultdict(list)
+    for way in assignments:
+        imbalance = max(_TOLERATED_IMBALANCE, way.imbalance)
+        by_imbalance[imbalance].append(way)
+    return by_imbalance[min(by_imbalance)]
 
 
 def _n_calls(assignment: Assignment) -> int:
