@@ -3,8 +3,9 @@ shards, heads and masks. All share their processes, which take long to start."""
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -86,10 +87,9 @@ def _twice(rank: int, group: dist.ProcessGroup) -> None:
         assert not sharded.attention(q, q, q, group=group).requires_grad
 
 
-def _like_an_earlier_one(rank: int, group: dist.ProcessGroup) -> None:
-    """A call like an earlier one is neither checked nor compared again, as on a GPU;
-    its results are those of its own numbers. Calls of another kind are compared, and
-    all of them again once the group has forgotten them."""
+@contextlib.contextmanager
+def as_on_a_gpu() -> Iterator[tuple[pytest.MonkeyPatch, list[int]]]:
+    """Calls are compared as on a GPU. The list gets a number for each comparison."""
     compared: list[int] = []
 
     def compares(*args: Any) -> list[Any]:
@@ -100,6 +100,14 @@ def _like_an_earlier_one(rank: int, group: dist.ProcessGroup) -> None:
         patch.setattr(agreement, "on_host", lambda device: False)
         patch.setattr(ATTENTION, "on_host", lambda device: False)
         patch.setattr(agreement, "all_gather_objects", compares)
+        yield patch, compared
+
+
+def _like_an_earlier_one(rank: int, group: dist.ProcessGroup) -> None:
+    """A call like an earlier one is neither checked nor compared again, as on a GPU;
+    its results are those of its own numbers. Calls of another kind are compared, and
+    all of them again once the group has forgotten them."""
+    with as_on_a_gpu() as (patch, compared):
 
         def number_of_comparisons(
             rows: list[int], heads: int = 4, causal: bool = True
@@ -138,16 +146,7 @@ def _prepared_as_long_as_agreed(rank: int, group: dist.ProcessGroup) -> None:
     has its call prepared would send rows while the other, whose strides are new,
     compares the call. Lengths are read at every call if their text may stay the same.
     """
-    compared: list[int] = []
-
-    def compares(*args: Any) -> list[Any]:
-        compared.append(1)
-        return groups.all_gather_objects(*args)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(agreement, "on_host", lambda device: False)
-        patch.setattr(ATTENTION, "on_host", lambda device: False)
-        patch.setattr(agreement, "all_gather_objects", compares)
+    with as_on_a_gpu() as (patch, compared):
         patch.setattr(agreement, "_MAX_CALLS", 2)
         for tokens in (11, 12, 13):
             q = torch.randn(1, 2, tokens, 8)

@@ -205,8 +205,8 @@ def _call_key(
     arguments: Arguments,
     lengths: Sequence[int] | str,
 ) -> Hashable | None:
-    """Return the key of a call on a GPU that needs neither be checked nor compared
-    where there was one like it, or None."""
+    """Return the key of a call on a GPU: if an earlier call had the same, this one is
+    neither checked nor compared. None: the call is one that always is."""
     if not is_plain_call(query, key, value, arguments) or on_host(query.device):
         return None
     if type(lengths) not in _PLAIN_LENGTHS:

@@ -116,7 +116,7 @@ class ShardedCall:
         """The tensors that both passes read besides the inputs: those of the mask, and
         those that functions read."""
         of_mask = [tensor for _, tensor in mask_tensors(self.whole_call.mask)]
-        of_functions = tensors(self.functions)
+        of_functions = tensors(functions_of_mask(self.whole_call.mask))
         of_kernel: Sequence[torch.Tensor] = ()
         if self.options.kernel != "auto":
             of_kernel = get_kernel(self.options.kernel).captured()

@@ -68,10 +68,7 @@ def _check_usable(group: dist.ProcessGroup) -> None:
 
 
 class GroupMember(NamedTuple):
-    """A process group, this process's rank in it, and how many ranks it has.
-
-    A group is not asked for them during a pass: to ask it lets other threads go first.
-    """
+    """A process group, this process's rank in it, and how many ranks it has."""
 
     group: dist.ProcessGroup
     rank: int
