@@ -214,8 +214,14 @@ def streaming_schedules(
         route = Streaming(resident_axis=resident_axis, instead=slots)
         if not route.runs(schedule_of_group, problem):
             return
-        for chunk_rows in _resident_rows(group, length, problem, hardware):
-            route = replace(route, queries=chunk_rows, keys=chunk_rows)
+        sizes = _resident_rows(group, length, problem, hardware)
+        for chunk_rows, chunk_slots in product(sizes, (2, 1)):
+            route = replace(
+                route,
+                queries=chunk_rows,
+                keys=chunk_rows,
+                chunk_slots=chunk_slots,
+            )
             streaming = _largest_block(schedule_of_group, route, budget_bytes, problem)
             if streaming is not None:
                 yield streaming

@@ -78,9 +78,6 @@ MAX_PASSAGES = 200_000
 
 # A cut call must be predicted to take less than this share of the uncut call's time.
 REQUIRED_TIME_SHARE = 0.95
-# Rows that stream by are not looked at where tasks take less than this many times the
-# arithmetic.
-MIN_TIME_OVER_ARITHMETIC = 1.03
 # The first call's extra time counts for at most this share of the seconds: it decides
 # between schedules that are about equally fast.
 MAX_PREPARATION_SHARE = 0.02

@@ -28,7 +28,6 @@ from quorum_attention.planner.plan import Plan
 from quorum_attention.planner.price import (
     kernel_hardware,
     least_cost,
-    least_seconds,
     price,
 )
 from quorum_attention.units import counted, format_bytes, format_least, format_seconds
@@ -146,24 +145,12 @@ class _Search:
         return least_cost(schedule, self.problem, self.hardware) > _score(self.best)
 
     def consider_streaming(self) -> None:
-        """Look at rows that stream by, if tasks take clearly longer than their
-        arithmetic."""
+        """Look at rows that stream by, if the call has to be cut."""
         best = self.best
-        if (
-            best is None
-            or self.uncut is not None
-            or not self.constraints.is_only_budget
-        ):
+        if best is None or self.uncut is not None or self.problem.place.resident:
             return
-        fast_enough = policy.MIN_TIME_OVER_ARITHMETIC * least_seconds(
-            self.problem, self.hardware
-        )
         is_cut = best.schedule.decomposition.depth > 0
-        if (
-            self.problem.place.resident
-            or not is_cut
-            or best.predicted_seconds <= fast_enough
-        ):
+        if not is_cut or not self.constraints.is_only_budget:
             return
         budget_bytes = self.constraints.budget_bytes
         for schedule in streaming_schedules(

@@ -181,14 +181,24 @@ def scaling_of(
 
 
 def layout_of(
-    schedule: Schedule, problem: Problem, axis: Axis | None = None
+    schedule: Schedule,
+    problem: Problem,
+    axis: Axis | None = None,
+    *,
+    ends_in_slot: bool = False,
 ) -> SlotLayout:
-    """The memory of a task, or of its rows of one side."""
+    """The memory of a task, or of its rows of one side.
+
+    Args:
+        ends_in_slot: whether states begin and end while their rows are in a slot, as
+            those of an uncut unit do.
+    """
     rows = schedule.task_rows(problem.shape)
     result_dtype = problem.place.result_dtype
     is_narrower = result_dtype != problem.shape.state_dtype
     # A scaled unit may be computed again after the next one.
-    is_final = schedule.decomposition.depth == 0 and not problem.scaled
+    is_uncut = schedule.decomposition.depth == 0 and axis is None
+    is_final = is_uncut and not problem.scaled
     return slot_layout(
         problem.spec,
         problem.shape,
@@ -196,7 +206,7 @@ def layout_of(
         rows,
         result_dtype,
         axis=axis,
-        common_states=is_final and is_narrower and axis is None,
+        common_states=is_narrower and (is_final or ends_in_slot),
     )
 
 

@@ -5,9 +5,11 @@ In a forward queries stay, and keys and values stream past: the statistics of a 
 never leave the device. In a backward keys and values stay with their gradients, and
 queries stream past with theirs, which wait in host memory between chunks. Where memory
 is tight that moves far fewer bytes than tasks through slots, in fewer and longer
-copies, and the kernel gets larger rectangles (docs/planner.md). If memory runs out, the
-unfinished head groups go through slots, by the decomposition that the schedule has for
-it.
+copies, and the kernel gets larger rectangles (docs/planner.md). With two slots for
+chunks, one chunk computes while the one before it is stored and the next one is loaded.
+
+If memory runs out, the unfinished head groups go through slots, by the decomposition
+that the schedule has for it.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
+from itertools import count, cycle
 from typing import Any
 
 from quorum_attention.decomposition import Decomposition, Rectangle, Rows
@@ -69,9 +72,11 @@ class Streaming(Route):
         queries, keys: rows of a chunk, and of a block.
         instead: the route through slots that takes over.
         n_cap: blocks resident at once.
+        chunk_slots: chunks resident at once.
     """
 
     n_cap: int = 2
+    chunk_slots: int = 2
     resident_axis: Axis = "query"
     queries: int = 1
     keys: int = 1
@@ -149,12 +154,17 @@ class Streaming(Route):
         self, schedule: Schedule, problem: Problem
     ) -> tuple[SlotLayout, SlotLayout]:
         """The memory of a chunk, and of a block."""
-        chunk = layout_of(schedule, problem, self.resident_axis)
+        chunk = layout_of(
+            schedule,
+            problem,
+            self.resident_axis,
+            ends_in_slot=True,
+        )
         block = layout_of(schedule, problem, self.streamed_axis)
         return chunk, block
 
     def memory_use(self, schedule: Schedule, problem: Problem) -> Footprint:
-        """The chunk, the blocks, the workspace of a rectangle, and what the budget
+        """The chunks, the blocks, the workspace of a rectangle, and what the budget
         counts of results and states."""
         chunk, block = self._layouts(schedule, problem)
         homes = home_bytes(problem, schedule.group, "host")
@@ -162,7 +172,7 @@ class Streaming(Route):
         return Footprint(
             problem.shape.device_type,
             workspace=problem.workspace(schedule.extent(problem.shape)),
-            slots=chunk.slot_bytes + self.n_cap * block.slot_bytes,
+            slots=chunk.bytes_of(self.chunk_slots) + block.bytes_of(self.n_cap),
             accumulators=(*homes, *scaling),
             results=(problem.place.rescaled_grad_bytes or 0, *result_bytes(problem)),
         )
@@ -177,23 +187,26 @@ class Streaming(Route):
         streamed_inputs, streamed_states = moved_bytes(problem, self.streamed_axis)
         result_size = problem.place.result_dtype.itemsize
         results = sum(state.count(shape) for state in spec.states) * result_size
+        n_groups = count_groups(shape, schedule.group)
         n_units = stream.n_units
         visits = n_units / max(1, stream.n_blocks)
         waiting_states = max(0.0, visits - 1) * streamed_states
         up = resident_inputs + visits * streamed_inputs + waiting_states
         down = results + waiting_states
-        # Between two chunks nothing computes while results are stored and inputs
-        # loaded.
-        without_overlap = resident_inputs + results
+        # With a single slot for chunks, nothing computes while one is stored and the
+        # next one loaded. With two, this holds for the first and the last one only.
+        overlapping_units = (up + down) / max(1, resident_inputs + results)
+        if self.chunk_slots > 1:
+            overlapping_units *= n_groups * stream.n_chunks
         streamed_copies = sum(item.axis == self.streamed_axis for item in spec.inputs)
         state_copies = sum(state.axis == self.streamed_axis for state in spec.states)
         return WorkCounts(
-            units=count_groups(shape, schedule.group) * n_units,
+            units=n_groups * n_units,
             calls=_calls(stream),
             up=up,
             down=down,
             resident=problem.place.resident,
-            overlapping_units=max(1, round((up + down) / max(1, without_overlap))),
+            overlapping_units=max(1, round(overlapping_units)),
             in_slots=True,
             run_copies=streamed_copies + 2 * state_copies,
         )
@@ -216,11 +229,12 @@ class Streaming(Route):
         scaling = scaling_of(job, schedule.group, self.n_cap, by_unit=False)
         with (
             open_pass_storage(job, schedule.group, home, waiting) as own_storage,
-            # The last slot is the chunk's.
-            open_slots(job, own_storage, (block, self.n_cap), (chunk, 1)) as (
-                blocks,
-                chunks,
-            ),
+            open_slots(
+                job,
+                own_storage,
+                (block, self.n_cap),
+                (chunk, self.chunk_slots),
+            ) as (blocks, chunks),
         ):
             staying = StayingRows(job, chunks)
             engine = Engine(
@@ -244,34 +258,52 @@ class Streaming(Route):
     ) -> Iterator[Unit]:
         """Every block of every chunk of the head groups that are left. A group that
         overflowed is run again, scaled down further."""
+        units_of = partial(
+            self._units_of,
+            job.shape,
+            blocks,
+            chunks,
+            count(),
+            cycle(chunks.slots),
+        )
         n_groups = len(controller.groups_left)
         for n_done, group in enumerate(controller.whole_groups(), start=1):
             if scaling is None:
-                yield from self._units_of(group, job.shape, blocks, chunks)
+                yield from units_of(group)
             else:
                 scaling.begin()
                 read_inputs = partial(_read_inputs, job, blocks, group)
                 for n_repeats in scaling.runs(read_inputs):
                     if n_repeats:
                         job.count_repeat()
-                    yield from self._units_of(group, job.shape, blocks, chunks)
+                    yield from units_of(group)
             job.report_progress(n_done, n_groups)
             # The engine asks for no unit before the stores of all earlier ones are
             # given.
             job.report_stored(group, blocks.mover)
 
     def _units_of(
-        self, group: Group, shape: CallShape, blocks: SlotRows, chunks: SlotRows
+        self,
+        shape: CallShape,
+        blocks: SlotRows,
+        chunks: SlotRows,
+        numbers: Iterator[int],
+        chunk_slots: Iterator[int],
+        group: Group,
     ) -> Iterator[Unit]:
-        """Every block of every chunk of one head group."""
+        """Every block of every chunk of one head group.
+
+        Args:
+            numbers: of units, all head groups together: blocks take slots in turn.
+            chunk_slots: of chunks.
+        """
         stream = self.stream(shape)
         sequence = Decomposition(shape.n_tokens).task(())
-        chunk_slot = self.n_cap
-        number = 0
         # The number of the last unit of each block.
         last_units: dict[int | None, int] = {}
         for chunk in range(stream.n_chunks):
             chunk_rows = stream.chunk(chunk)
+            chunk_slot = next(chunk_slots)
             chunk_unit = _unit(chunks, group, chunk_rows, chunk_slot, chunk_slot)
             # A chunk without pairs still has results: it meets an empty block.
             met_blocks: list[int | None] = [*stream.blocks(chunk)] or [None]
@@ -283,6 +315,7 @@ class Streaming(Route):
                     opens=block == met_blocks[0],
                     closes=block == met_blocks[-1],
                 )
+                number = next(numbers)
                 slot = number % self.n_cap
                 # Stores follow each other: all that are older than this slot's last one
                 # are over with it.
@@ -301,7 +334,6 @@ class Streaming(Route):
                 )
                 yield replace(unit, staying=staying)
                 last_units[block] = number
-                number += 1
 
 
 def _read_inputs(job: PassJob, blocks: SlotRows, group: Group) -> TensorsByName:
