@@ -138,7 +138,8 @@ def drawn_plans(
         )  # fmt: skip
         if streams:
             sizes = draw.randint(n // 5, n), draw.randint(n // 5, n)
-            plan = passing(plan, *sizes, n_cap=draw.randint(1, 3))
+            n_cap, chunk_slots = draw.randint(1, 3), draw.randint(1, 3)
+            plan = passing(plan, *sizes, n_cap=n_cap, chunk_slots=chunk_slots)
         plans.append(plan)
     return plans
 

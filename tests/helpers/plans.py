@@ -55,6 +55,7 @@ def passing(
     *,
     group: int = 1,
     n_cap: int = 2,
+    chunk_slots: int = 2,
     kernel: qa.InnerKernel | None = None,
 ) -> qa.Plan:
     """The call of ``plan`` on the route ``passing``: queries stay in a forward, keys in
@@ -62,7 +63,12 @@ def passing(
     shape, place = plan.shape, plan.place
     stays = "key" if plan.backward else "query"
     route = Streaming(
-        n_cap, resident_axis=stays, queries=queries, keys=keys, instead=Slots(1, "host")
+        n_cap,
+        chunk_slots=chunk_slots,
+        resident_axis=stays,
+        queries=queries,
+        keys=keys,
+        instead=Slots(1, "host"),
     )
     schedule = schedule_of(shape, plan.decomposition, GroupSize(1, group), route)
     problem = Problem(

@@ -158,7 +158,9 @@ def test_twice_the_budget_is_not_slower(call: str) -> None:
     budget = arguments_of(call)["budget"]
     number = budget.rstrip("GMiB")
     twice = f"{2 * int(number)}{budget.removeprefix(number)}"
-    assert plan_of(call, budget=twice).predicted_seconds <= seconds_of(call)
+    # Of the blocks that stream by, a search looks at the largest that fit alone. Smaller
+    # ones may be predicted up to 1 % faster.
+    assert plan_of(call, budget=twice).predicted_seconds <= 1.01 * seconds_of(call)
 
 
 if __name__ == "__main__":

@@ -251,11 +251,15 @@ class _Performance:
         kernel = None if isinstance(self.kernel, str) else self.kernel
         kv_heads = (heads_per_group or case.heads) // n_shared
         n_cap = orders.n_cap or 2
-        return {
-            "plan": passing(
-                plan, *orders.passing, group=kv_heads, n_cap=n_cap, kernel=kernel
-            )
-        }
+        made = passing(
+            plan,
+            *orders.passing,
+            group=kv_heads,
+            n_cap=n_cap,
+            chunk_slots=1 + sum(orders.passing) % 2,  # one or two, as often
+            kernel=kernel,
+        )
+        return {"plan": made}
 
     def _plan(
         self, orders: Orders, heads_per_group: int | None, *, backward: bool

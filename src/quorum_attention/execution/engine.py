@@ -173,9 +173,14 @@ class Engine:
         returns how a kernel undoes that."""
         if self.scaling is None or not unit.has_pairs:
             return Scaling()
-        value_unit = unit if unit.staying is None else unit.staying.unit
-        grad_out = unit.fields["grad_out"]
-        return self.scaling.divide_(grad_out, value_unit.fields["value"], unit.slot)
+        chunk = unit.staying
+        value_unit = unit if chunk is None else chunk.unit
+        return self.scaling.divide_(
+            unit.fields["grad_out"],
+            value_unit.fields["value"],
+            unit.slot,
+            is_same_value=chunk is not None and not chunk.opens,
+        )
 
     def _accumulate(self, unit: Unit, undo: Scaling) -> None:
         """Add the pairs of a unit to the states in its slot, and in that of the rows

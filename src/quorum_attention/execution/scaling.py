@@ -131,6 +131,8 @@ class BackwardScaling:
             torch.zeros(heads, dtype=torch.int32, device="cpu", pin_memory=pins)
             for _ in range(n_flags)
         ]
+        # The norms of the last unit's value, (entries, key/value heads).
+        self._value_norm = self._unscale[0]
         # How many steps each (entry, key/value head) has been taken down.
         self._steps = [dict[_Head, int]() for _ in range(n_flags)]
 
@@ -143,17 +145,33 @@ class BackwardScaling:
         self._steps[self._flags_of(slot)].clear()
 
     def divide_(
-        self, grad_out: torch.Tensor, value: torch.Tensor, slot: int = 0
+        self,
+        grad_out: torch.Tensor,
+        value: torch.Tensor,
+        slot: int = 0,
+        *,
+        is_same_value: bool = False,
     ) -> Scaling:
         """Divide a unit's ``grad_out`` (b, h, n, dv) in place; returns how a kernel
-        undoes that."""
+        undoes that.
+
+        Args:
+            is_same_value: whether ``value`` is that of the unit before.
+        """
         n_entries, kv_heads = value.shape[:2]
         flags = self._flags_of(slot)
         unscale = self._unscale[slot]
         unscale = unscale[:n_entries, :kv_heads]
         overflow = self._overflow[flags]
         overflow = overflow[:n_entries, :kv_heads]
-        divide_gradient_(grad_out, value, unscale, self._usual_shift)
+        if not is_same_value:
+            self._value_norm = largest_norms(value, kv_heads)
+        divide_gradient_(
+            grad_out,
+            self._value_norm,
+            unscale,
+            self._usual_shift,
+        )
         steps = self._steps[flags]
         for (entry, kv_head), n_steps in steps.items():
             divisor = 2.0 ** _off_the_gradient(n_steps)
@@ -231,11 +249,11 @@ class BackwardScaling:
             parts[item.name] = _head_part(tensor, value, entry, kv_head)
         if not all_finite(list(parts.values())):
             return n_steps == 0
-        grad_out = parts["grad_out"]
-        divisor = divisor_exponents(grad_out, parts["value"], self._usual_shift)
+        largest_row = largest_norms(parts["grad_out"], 1)
+        value_norm = largest_norms(parts["value"], 1)
+        divisor = divisor_exponents(largest_row, value_norm, self._usual_shift)
         exponent = int(divisor) + _off_the_gradient(n_steps + 1)
-        largest_row = float(largest_norms(grad_out, 1))
-        return math.ldexp(largest_row, -exponent) >= _SMALLEST_ROW
+        return math.ldexp(float(largest_row), -exponent) >= _SMALLEST_ROW
 
 
 def _off_the_shift(n_steps: int) -> int:

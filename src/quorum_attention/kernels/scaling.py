@@ -52,20 +52,25 @@ def usual_shift(n_keys: int) -> int:
 
 
 def divide_gradient_(
-    grad_out: torch.Tensor, value: torch.Tensor, unscale: torch.Tensor, shift: int
+    grad_out: torch.Tensor,
+    value_norm: torch.Tensor,
+    unscale: torch.Tensor,
+    shift: int,
 ) -> None:
     """Divide ``grad_out`` in place by a power of two for every key/value head; the host
     waits for nothing.
 
     Args:
         grad_out: (b, h, n, dv).
-        value: (b, hk, m, dv).
+        value_norm: (b, hk) fp32, the largest norms of rows of value.
         unscale: (b, hk) fp32, receives the divisors.
         shift: probabilities will be computed times 2**shift.
     """
-    exponents = divisor_exponents(grad_out, value, shift)
+    grad_norm = largest_norms(grad_out, value_norm.shape[1])
+    exponents = divisor_exponents(grad_norm, value_norm, shift)
     unscale.copy_(power_of_two(exponents))
-    factors = by_head(power_of_two(-exponents), grad_out.shape[1])
+    # The reciprocal of a power of two is exact.
+    factors = by_head(unscale.reciprocal(), grad_out.shape[1])
     for block in _blocks(grad_out):
         grad_out[block].mul_(factors[block[:2]])
 
@@ -99,23 +104,20 @@ def largest_norms(tensor: torch.Tensor, key_heads: int) -> torch.Tensor:
 
 
 def divisor_exponents(
-    grad_out: torch.Tensor, value: torch.Tensor, shift: int
+    grad_norm: torch.Tensor, value_norm: torch.Tensor, shift: int
 ) -> torch.Tensor:
     """Return log2 of the divisors of ``grad_out`` (``divide_gradient_``), (b, hk)
-    int32; 0 where there is nothing to scale."""
-    key_heads = value.shape[1]
-    grad_norm = largest_norms(grad_out, key_heads)
-    value_norm = largest_norms(value, key_heads)
+    int32.
+
+    Args:
+        grad_norm, value_norm: (b, hk) fp32, of ``largest_norms``: of fp16 rows, so that
+            no bound overflows.
+    """
     # Bounds |dS| <= 2**shift 2 g v, and twice |P dO| of a single pair.
-    factor = (2 * value_norm).clamp_min(2.0)
-    bound = grad_norm * factor
-    is_usable = (bound > 0) & (bound < math.inf)
-    usable_bound = torch.where(is_usable, bound, 1.0)
-    log2_bound = usable_bound.log2().ceil()
-    exponents = log2_bound + (shift - LOG2_LARGEST)
-    exponents = exponents.clamp(-60, 60)
-    exponents = exponents.masked_fill(~is_usable, 0.0)
-    return exponents.int()
+    bound = grad_norm * (2 * value_norm).clamp_min(2.0)
+    # bound < 2**exponent, and at least half of that unless it is 0
+    _, exponents = torch.frexp(bound)
+    return exponents + (shift - LOG2_LARGEST)
 
 
 def power_of_two(exponents: torch.Tensor) -> torch.Tensor:

@@ -77,7 +77,11 @@ def a_call(draw: random.Random, n: int, dtype: torch.dtype):  # type: ignore[no-
         if draw.random() < 0.5:
             size = draw.randint(n // 6, n + 9), draw.randint(n // 6, n + 9)
             made = passing(
-                made, *size, group=draw.randint(1, heads[1]), n_cap=draw.randint(1, 3)
+                made,
+                *size,
+                group=draw.randint(1, heads[1]),
+                n_cap=draw.randint(1, 3),
+                chunk_slots=draw.randint(1, 3),
             )
         plans.append(made)
     return given, plans, causal
