@@ -287,7 +287,8 @@ def measure(
         if on_gpu and (case.window is None or name in WITH_WINDOWS):
             runs[name] = rival(name, case, tensors)
     tensors = place_tensors(case, tensors)
-    peaks: list[int] = []
     for name, version in versions.items():
+        # An older version's are not told.
+        peaks: list[int] = []
         runs[name] = OurCalls(case, version, tensors, peaks)
     return in_turn(runs, options.rounds), max(peaks, default=None)
