@@ -204,7 +204,8 @@ def test_views_that_operators_do_not_read_take_no_copy_for_each_entry(
     """32,768 entries with a query expanded over them took 23 s, in copies of one entry
     each. Results are those of float64, and take what is planned."""
     counts: list[int] = []
-    for n_entries in (256, 4096):
+    fewer, more = 256, 4096
+    for n_entries in (fewer, more):
         budget = n_entries * (40 << 10) + (8 << 20) if has_budget else None
         torch.manual_seed(0)
         leaves: list[torch.Tensor] = []
@@ -237,4 +238,5 @@ def test_views_that_operators_do_not_read_take_no_copy_for_each_entry(
         grads = torch.autograd.grad(wanted, exact, upstream.double())
         for result, right in zip(found, (wanted, *grads), strict=True):
             assert error(result, right) < 2e-4
-    assert counts[1] - counts[0] < 1000
+    # A budget leaves twice as many head groups, of some 280 operators each.
+    assert counts[1] - counts[0] < more - fewer
