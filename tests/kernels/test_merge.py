@@ -220,3 +220,13 @@ def test_gradients_are_divided_exactly_and_by_their_largest_finite_row(broken) -
             & (bound > 2.0 ** (LOG2_LARGEST - 1.01))
         ).all()
     )
+
+
+@pytest.mark.parametrize("size", [0.0, 1e-38, 1e38])
+def test_a_divisor_is_a_power_of_two_that_fp32_holds(size: float) -> None:
+    """Also of kernels whose own dtype has a wider range than fp16."""
+    grad = torch.full((1, 2, 5, 8), size)
+    given, unscale = grad.clone(), torch.zeros(1, 2)
+    divide_gradient_(grad, largest_norms(given, 2), unscale, 9)
+    assert bool(((unscale >= 2.0**-60) & (unscale <= 2.0**60)).all())
+    assert torch.equal(grad * unscale[..., None, None], given)

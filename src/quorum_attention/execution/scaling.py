@@ -131,8 +131,8 @@ class BackwardScaling:
             torch.zeros(heads, dtype=torch.int32, device="cpu", pin_memory=pins)
             for _ in range(n_flags)
         ]
-        # The norms of the last unit's value, (entries, key/value heads).
-        self._value_norm = self._unscale[0]
+        # The last unit's value has rows of these norms at most.
+        self._value_norm = torch.empty(heads, dtype=torch.float32, device=device)
         # How many steps each (entry, key/value head) has been taken down.
         self._steps = [dict[_Head, int]() for _ in range(n_flags)]
 

@@ -107,17 +107,18 @@ def divisor_exponents(
     grad_norm: torch.Tensor, value_norm: torch.Tensor, shift: int
 ) -> torch.Tensor:
     """Return log2 of the divisors of ``grad_out`` (``divide_gradient_``), (b, hk)
-    int32.
+    int32; 0 where there is nothing to scale.
 
     Args:
-        grad_norm, value_norm: (b, hk) fp32, of ``largest_norms``: of fp16 rows, so that
-            no bound overflows.
+        grad_norm, value_norm: (b, hk) fp32, of ``largest_norms``.
     """
     # Bounds |dS| <= 2**shift 2 g v, and twice |P dO| of a single pair.
     bound = grad_norm * (2 * value_norm).clamp_min(2.0)
+    bound = bound.clamp_max(torch.finfo(bound.dtype).max)
     # bound < 2**exponent, and at least half of that unless it is 0
     _, exponents = torch.frexp(bound)
-    return exponents + (shift - LOG2_LARGEST)
+    exponents = exponents + (shift - LOG2_LARGEST)
+    return exponents.clamp(-60, 60) * (bound > 0)
 
 
 def power_of_two(exponents: torch.Tensor) -> torch.Tensor:
