@@ -119,7 +119,9 @@ def accuracy_lines() -> list[Line]:
         ours / flash
         for ours, flash in zip(row.value["quorum"], row.value["flash"], strict=True)
     )
-    where = "in the last 8,192 of 1,048,576 rows, divided by FlashAttention-2's"
+    where = (
+        "in rows drawn from the last 8,192 of 1,048,576, divided by FlashAttention-2's"
+    )
     return [
         Line([f"error of dQ {where}", f"{grad_query:.2f}"], [row]),
         Line([f"error of dV {where}", f"{grad_value:.2f}"], [row]),
@@ -157,5 +159,5 @@ def step_lines() -> list[Line]:
 
 def layers_words(layers: int, of_layers: int) -> str:
     if layers == of_layers:
-        return "all layers ran"
+        return f"all {layers} layers ran"
     return f"{layers} of {of_layers} layers ran"

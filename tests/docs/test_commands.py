@@ -27,7 +27,6 @@ from helpers.docs import (
 )
 from helpers.kernels import taken_as_tried
 
-import quorum_attention as qa
 from quorum_attention.bench.experiments import EXPERIMENTS
 from quorum_attention.bench.measurement import OK, OUT_OF_MEMORY, UNSUPPORTED
 from quorum_attention.cli import main, parser
@@ -187,8 +186,8 @@ def test_calibrate_runs(
 
 BLOCKS = list(blocks())
 PAGES = sorted({block.page for block in BLOCKS})
-# What a page's blocks need and do not show: a call's tensors, slopes, packed documents,
-# a model.
+# What a page's blocks need and do not show: a call's tensors, packed documents, a model.
+# Blocks import torch and this package themselves.
 TOKENS, HEADS = 320, 2
 
 
@@ -210,9 +209,8 @@ def prelude(*, with_model: bool = False) -> dict[str, Any]:
     shape = (1, HEADS, TOKENS, 64)
     q, k, v, grad_out = (torch.randn(shape).half() for _ in range(4))
     return {
-        "torch": torch, "qa": qa, "q": q, "k": k, "v": v, "grad_out": grad_out,
-        "slopes": torch.tensor([0.5, 0.25]), "ids": torch.arange(TOKENS) // 100,
-        "my_attention": my_attention, "tokens": torch.randint(100, (1, TOKENS)),
+        "q": q, "k": k, "v": v, "grad_out": grad_out, "my_attention": my_attention,
+        "ids": torch.arange(TOKENS) // 100, "tokens": torch.randint(100, (1, TOKENS)),
         "model": model() if with_model else None,
     }  # fmt: skip
 
