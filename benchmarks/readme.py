@@ -71,9 +71,9 @@ def prompt() -> str:
 def prompt_sentence(tokens: int, memory: int, figures: dict[str, Any]) -> str:
     host = gib(figures["host_peak_bytes"])
     return (
-        f"A prompt of {tokens:,} tokens takes {figures['prefill_seconds']:.0f} s in "
-        f"{memory} GiB of the GPU and {host} GiB of host memory. Each new token takes "
-        f"{figures['token_seconds']:.1f} s."
+        f'With `device_memory="{memory}GiB"` a prompt of {tokens:,} tokens takes '
+        f"{figures['prefill_seconds']:.0f} s and {host} GiB of host memory. Each new "
+        f"token takes {figures['token_seconds']:.1f} s."
     )
 
 
