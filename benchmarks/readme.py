@@ -34,7 +34,10 @@ def headline() -> str:
     plain = rows.get(f"Qwen3-8B sdpa in {WHOLE}")
     if plain is not None:
         tokens = plain.value["tokens"]
-        sentences.append(f"The unchanged model trains on at most {tokens:,} tokens.")
+        sentences.append(
+            f"The unchanged model, without gradient checkpointing, trains on at most "
+            f"{tokens:,} tokens."
+        )
     return paragraph(*sentences, "[How it was measured](#what-was-measured).")
 
 
