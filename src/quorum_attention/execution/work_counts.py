@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from quorum_attention.decomposition.layouts import Pieces
@@ -28,8 +29,10 @@ class WorkCounts:
         run_copies: copies that the host issues for each run of neighbouring tokens of a
             unit.
         uniform_units: whether all units take the same time.
-        calls: the kernel calls of a head, where they are no tasks', and how many of
-            each size there are; None: those of the decomposition's tasks.
+        calls: returns the kernel calls of a head, where they are no tasks', and how
+            many of each size there are; None: those of the decomposition's tasks. To
+            count them takes longer than all else, and most schedules are left out
+            without it.
     """
 
     units: int
@@ -43,4 +46,4 @@ class WorkCounts:
     in_slots: bool = False
     run_copies: int = 0
     uniform_units: bool = True
-    calls: tuple[tuple[Batch, int], ...] | None = None
+    calls: Callable[[], tuple[tuple[Batch, int], ...]] | None = None

@@ -353,7 +353,7 @@ def _sample_of(schedule: Schedule, counts: WorkCounts, problem: Problem) -> _Sam
     # The calls of a head come one by one; each unit copies one run.
     units_of_head = counts.units // max(1, count_groups(problem.shape, schedule.group))
     return _Sample(
-        counts.calls,
+        counts.calls(),
         runs=1.0,
         tasks=max(1, units_of_head),
         rows=0.0,

@@ -202,7 +202,7 @@ class Streaming(Route):
         state_copies = sum(state.axis == self.streamed_axis for state in spec.states)
         return WorkCounts(
             units=n_groups * n_units,
-            calls=_calls(stream),
+            calls=partial(_calls, stream),
             up=up,
             down=down,
             resident=problem.place.resident,
