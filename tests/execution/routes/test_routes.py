@@ -18,7 +18,7 @@ from helpers.attention import (
 )
 from helpers.fake_device import FakeDevice
 from helpers.memory import usage
-from helpers.passes import both_passes
+from helpers.passes import both_passes, pass_of
 from helpers.plans import passing
 
 import quorum_attention as qa
@@ -108,14 +108,17 @@ SIZES = {"heads": 4, "kv_heads": 2, "head_dim": 8, "value_dim": 6}
 
 
 def plan(  # type: ignore[no-untyped-def]
-    n: int, queries: int, keys: int, *, backward: bool, group: int = 1, n_cap: int = 2, **more
+    n: int, queries: int, keys: int, *, backward: bool, group: int = 1, n_cap: int = 2,
+    chunk_slots: int = 2, **more
 ) -> qa.Plan:  # fmt: skip
     sizes = {**SIZES, "dtype": torch.float16, "is_causal": True, **more}
     made = qa.plan(
         n, backward=backward, device="cpu", levels=(7,), layout="balanced", over_inputs=False,
         kernel="cpu", **sizes,
     )  # fmt: skip
-    return passing(made, queries, keys, group=group, n_cap=n_cap)
+    return passing(
+        made, queries, keys, group=group, n_cap=n_cap, chunk_slots=chunk_slots
+    )
 
 
 def run(given, plans, *, is_causal=True, report=None):  # type: ignore[no-untyped-def]
@@ -141,6 +144,21 @@ def test_every_pair_of_chunk_and_block_is_one_unit() -> None:
     # against 4, 4, 3, 3, 2 and 1.
     assert report.forward.units == report.backward.units == 2 * 17
     assert (report.forward.accumulator, report.backward.accumulator) == ("none", "host")
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_second_slot_hides_the_copies_of_chunks(backward: bool) -> None:
+    """By the made-up clock, of copies that take as long as computing."""
+    n, spent = 128, {}
+    given = inputs(n, dtype=torch.float16, **SIZES)
+    call: dict[str, Any] = {"is_causal": True, "enable_gqa": True, "devices": "cpu"}
+    results = pass_of(given, False, **call)()
+    for chunk_slots in (1, 2):
+        made = plan(n, 32, 32, backward=backward, chunk_slots=chunk_slots)
+        with FakeDevice(bytes_per_second=1e6, unit_seconds=1e-3) as device:
+            pass_of(given, backward, results, **call, plan=made)()
+        spent[chunk_slots] = device.seconds
+    assert spent[2] < 0.9 * spent[1]
 
 
 @pytest.mark.slow_but_first

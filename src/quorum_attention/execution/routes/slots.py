@@ -196,8 +196,8 @@ def layout_of(
     rows = schedule.task_rows(problem.shape)
     result_dtype = problem.place.result_dtype
     is_narrower = result_dtype != problem.shape.state_dtype
-    # A scaled unit may be computed again after the next one.
     is_uncut = schedule.decomposition.depth == 0 and axis is None
+    # A scaled unit may be computed again after the next one.
     is_final = is_uncut and not problem.scaled
     return slot_layout(
         problem.spec,
