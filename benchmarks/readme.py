@@ -123,7 +123,8 @@ def accuracy_lines() -> list[Line]:
         for ours, flash in zip(row.value["quorum"], row.value["flash"], strict=True)
     )
     where = (
-        "in rows drawn from the last 8,192 of 1,048,576, divided by FlashAttention-2's"
+        "in random rows among the last 8,192 of 1,048,576, divided by "
+        "FlashAttention-2's"
     )
     return [
         Line([f"error of dQ {where}", f"{grad_query:.2f}"], [row]),
@@ -150,7 +151,7 @@ def step_lines() -> list[Line]:
     ):
         for way in ways:
             row = rows[f"{shape} {way} in {memory}"]
-            layers = layers_words(row.value["layers"], row.value["of_layers"])
+            layers = layers_words(row.value)
             label = (
                 f"the longest text of a training step of {shape}'s shape in "
                 f"{gib(memory)} GiB of one GPU, with {README_WAYS[way]}; {layers}"
@@ -160,7 +161,14 @@ def step_lines() -> list[Line]:
     return lines
 
 
-def layers_words(layers: int, of_layers: int) -> str:
+def layers_words(step: dict[str, Any]) -> str:
+    """How many layers ran, and the host memory that all of them would take, if that was
+    predicted."""
+    layers, of_layers = step["layers"], step["of_layers"]
     if layers == of_layers:
         return f"all {layers} layers ran"
-    return f"{layers} of {of_layers} layers ran"
+    words = f"{layers} of {of_layers} layers ran"
+    host_bytes = step.get("host_by_estimate")
+    if host_bytes is None:
+        return words
+    return f"{words} (all {of_layers}: {gib(host_bytes)} GiB of host memory, predicted)"

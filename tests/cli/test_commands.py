@@ -60,7 +60,9 @@ def test_estimate_of_a_long_prompt(
     assert "each further token" not in words
     assert main([*prompt, *host, "--memory", "8GiB"]) == 0
     words = " ".join(capsys.readouterr().out.split())
-    assert re.search(r"no prompt does; with weights in host memory .* \d+K", words)
+    assert re.search(
+        r"no prompt fits; with weights in host memory .*: longest \d+K", words
+    )
     # Whoever plans for a GPU on a machine without one is told how.
     on_cpu = main([*prompt, "--memory", "80GiB"])
     words = " ".join(capsys.readouterr().out.split())

@@ -169,7 +169,7 @@ def _longest_words(
         if options.host_memory is None:
             memory += " (of this machine; --host-memory says another's)"
     longest = longest_prompt(shape, request)
-    words = "no prompt does"
+    words = "no prompt fits"
     if longest:
         words = f"longest {format_count(longest)}"
     words = f"does not fit in {memory}: {words}"
@@ -179,4 +179,4 @@ def _longest_words(
     if longer <= longest:
         return words
     length = format_count(longer)
-    return f"{words}; with weights in host memory (--weights host) {length}"
+    return f"{words}; with weights in host memory (--weights host): longest {length}"
