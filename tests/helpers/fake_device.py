@@ -93,7 +93,7 @@ class FakeDevice(Backend):
     Attributes:
         memory_bytes: an arena larger than this fails; may be changed at any time.
         bytes_per_second: rate of copies in each direction.
-        unit_seconds: duration of computing a unit.
+        unit_seconds: duration of computing a unit, in calls that have a report.
         failing: is given the number of a unit, counted from 1; whether it runs out of
             memory.
         computed: units that were begun so far.
@@ -161,7 +161,7 @@ class FakeMover(Mover):
         Compute is not put off: it first does all that its stream waits for, then runs
         at once.
         """
-        device, before, began = self._device, self._device.running, stream.now
+        device, before = self._device, self._device.running
         device.running = stream
         try:
             if stream is self.compute:
@@ -170,8 +170,6 @@ class FakeMover(Mover):
                     raise torch.OutOfMemoryError(f"unit {device.computed}, made up")
                 stream.synchronize()
             yield
-            if stream is self.compute:
-                stream.now = max(stream.now, began + device.unit_seconds)
         finally:
             device.running = before
 

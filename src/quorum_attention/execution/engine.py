@@ -41,6 +41,12 @@ class StayingRows:
     job: PassJob
     rows: SlotRows
 
+    @property
+    def has_one_slot(self) -> bool:
+        """Whether rows are loaded into the slot from which those before them are
+        stored."""
+        return len(self.rows.slots) == 1
+
     def open(self, unit: Unit) -> None:
         """Load the rows that stay, and begin their states, before the first unit
         streams by."""
@@ -146,12 +152,15 @@ class Engine:
             unit = next(remaining, None)
             if unit is None:
                 break
-            if self.staying is not None:
+            if self.staying is not None and not self.staying.has_one_slot:
                 self.staying.open(unit)
             self.rows.load_inputs(unit)
             loaded.append(unit)
         if loaded:
             self.rows.load_states(loaded[0])
+            if self.staying is not None and self.staying.has_one_slot:
+                # Last, because it waits until the rows that stayed before are stored.
+                self.staying.open(loaded[0])
 
     def _compute(self, unit: Unit) -> None:
         """Prepare a unit's states, add its pairs, and finish the rows that no later
@@ -251,8 +260,11 @@ class Engine:
             StoringError: memory ran out in the middle.
         """
         try:
+            if self.staying is not None and self.staying.has_one_slot:
+                # First, because the rows that stay next wait for it.
+                self.staying.close(unit)
             self.rows.store(unit)
-            if self.staying is not None:
+            if self.staying is not None and not self.staying.has_one_slot:
                 self.staying.close(unit)
         except Exception as error:
             # Units that stream by begin anew with their head group.
