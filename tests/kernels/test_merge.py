@@ -9,7 +9,7 @@ import pytest
 import torch
 from helpers.attention import softmax
 
-from quorum_attention.kernels import tensors
+from quorum_attention.kernels import scaling, tensors
 from quorum_attention.kernels.merge import add_, empty_, merge_
 from quorum_attention.kernels.scaling import (
     LOG2_LARGEST,
@@ -19,6 +19,7 @@ from quorum_attention.kernels.scaling import (
 from quorum_attention.kernels.sinks import sinks_gradient
 from quorum_attention.kernels.triton_launch import (
     launch_add,
+    launch_mend,
     launch_merge,
     triton_available,
 )
@@ -195,13 +196,25 @@ def test_calls_without_rows_have_a_gradient_of_their_sinks() -> None:
         assert torch.equal(found, torch.zeros(3))
 
 
+@pytest.fixture(params=MERGES)
+def scaling_device(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> str:
+    """Scaling by torch's operators, and by Triton's kernels; where they run."""
+    if request.param == "triton":
+        monkeypatch.setattr(scaling, "triton_takes", lambda *tensors: True)
+    return MERGES[request.param][1]
+
+
 @pytest.mark.parametrize("broken", [None, torch.inf, torch.nan])
-def test_gradients_are_divided_exactly_and_by_their_largest_finite_row(broken) -> None:
-    grad = (
-        torch.randn(2, 4, 300, 64)
-        * torch.tensor([0.0, 1e-6, 1.0, 900.0])[:, None, None]
-    ).half()
-    value, unscale = torch.randn(2, 2, 70, 64).half(), torch.zeros(2, 2)
+def test_gradients_are_divided_exactly_and_by_their_largest_finite_row(
+    broken: float | None, scaling_device: str
+) -> None:
+    sizes = torch.tensor([0.0, 1e-6, 1.0, 900.0])[:, None, None]
+    # Rows are not dense in memory.
+    grad = (torch.randn(2, 4, 300, 70) * sizes).half().to(scaling_device)[..., 3:67]
+    value = torch.randn(2, 2, 70, 64).half().to(scaling_device)
+    unscale = torch.zeros(2, 3, device=scaling_device)[:, 1:]
     norms = grad.float().norm(dim=-1).unflatten(1, (2, 2)).amax((2, 3))
     if broken is not None:
         grad[1, 3, 299, 63] = broken
@@ -222,11 +235,65 @@ def test_gradients_are_divided_exactly_and_by_their_largest_finite_row(broken) -
     )
 
 
-@pytest.mark.parametrize("size", [0.0, 1e-38, 1e38])
-def test_a_divisor_is_a_power_of_two_that_fp32_holds(size: float) -> None:
+@pytest.mark.parametrize("size", [0.0, 1e-38, 1e-18, 1e15, 1e38])
+def test_a_divisor_is_a_power_of_two_that_fp32_holds(
+    size: float, scaling_device: str
+) -> None:
     """Also of kernels whose own dtype has a wider range than fp16."""
-    grad = torch.full((1, 2, 5, 8), size)
-    given, unscale = grad.clone(), torch.zeros(1, 2)
+    grad = torch.full((1, 2, 5, 8), size, device=scaling_device)
+    given, unscale = grad.clone(), torch.zeros(1, 2, device=scaling_device)
     divide_gradient_(grad, largest_norms(given, 2), unscale, 9)
     assert bool(((unscale >= 2.0**-60) & (unscale <= 2.0**60)).all())
     assert torch.equal(grad * unscale[..., None, None], given)
+
+
+def test_a_gradient_without_rows_has_a_divisor_of_1(scaling_device: str) -> None:
+    grad = torch.empty((2, 4, 0, 8), dtype=torch.float16, device=scaling_device)
+    unscale = torch.zeros(2, 2, device=scaling_device)
+    divide_gradient_(grad, largest_norms(grad, 2), unscale, 3)
+    assert bool((unscale == 1).all())
+
+
+@pytest.mark.skipif("triton" not in MERGES, reason="no Triton")
+def test_triton_divides_by_the_powers_of_two_of_torchs_operators(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Their sums of squares may differ in the last bit, so norms are not at a power of
+    two here."""
+    generator = torch.Generator().manual_seed(0)
+    for width in (1, 8, 80, 257):
+        shape = (2, 6, 37, width)
+        grad = torch.randn(shape, generator=generator)
+        sizes = 2.0 ** torch.randint(-24, 12, (2, 6, 1, 1), generator=generator)
+        grad = (grad * sizes).half().to(DEVICE)
+        value = torch.randn(2, 3, 5, width, generator=generator)
+        value = value.half().to(DEVICE)
+        results = []
+        for takes in (False, True):
+            monkeypatch.setattr(
+                scaling, "triton_takes", lambda *tensors, takes=takes: takes
+            )
+            divided, unscale = grad.clone(), torch.zeros(2, 3, device=DEVICE)
+            divide_gradient_(divided, largest_norms(value, 3), unscale, 5)
+            results.append((divided, unscale))
+        for by_torch, by_triton in zip(*results, strict=True):
+            assert torch.equal(by_torch, by_triton)
+
+
+@pytest.mark.skipif("triton" not in MERGES, reason="no Triton")
+def test_rows_whose_output_is_nan_are_not_taken_for_rows_without_keys() -> None:
+    """Rows without keys, with an infinite or NaN output, or a finite log-sum-exp, stay
+    as they are, and so does all beside the rows."""
+    rows = 5000
+    out = torch.randn(2, rows, 3, 8, device=DEVICE).half().transpose(1, 2)
+    base = torch.randn(2, 3, rows + 4, device=DEVICE)
+    lse = base[:, :, 2:-2]
+    empty, is_nan = torch.rand(2, 2, 3, rows, device=DEVICE) < 0.1
+    lse[empty] = -torch.inf
+    out[is_nan] = torch.nan
+    out[1, 2, :, 0] = torch.inf
+    is_nan[1, 2] = False
+    wanted = base.clone()
+    wanted[:, :, 2:-2][empty & is_nan] = torch.nan
+    launch_mend(lse, out)
+    torch.testing.assert_close(base, wanted, rtol=0, atol=0, equal_nan=True)

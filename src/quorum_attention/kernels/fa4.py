@@ -37,6 +37,7 @@ from quorum_attention.kernels.rectangles import RectangleKernel
 from quorum_attention.kernels.result_layout import empty_like_input
 from quorum_attention.kernels.speed import KernelSpeed
 from quorum_attention.kernels.torch_private import without_loading_compiler
+from quorum_attention.kernels.triton_launch import launch_mend, triton_takes
 from quorum_attention.plain_types import Keywords
 
 _on_device = torch.cuda.device
@@ -134,7 +135,10 @@ class Fa4Kernel(RectangleKernel):
         # A row with a score of NaN or +inf has an lse of -inf, as one without keys,
         # whose output is 0. The merge would take it for that, and a backward would make
         # finite gradients of it.
-        lse.masked_fill_(torch.isneginf(lse) & out[..., 0].isnan(), torch.nan)
+        if triton_takes(lse, out):
+            launch_mend(lse, out)
+        else:
+            lse.masked_fill_(torch.isneginf(lse) & out[..., 0].isnan(), torch.nan)
         return out, lse
 
     def rectangle_backward(self, call: Call, saved: Saved) -> Three:

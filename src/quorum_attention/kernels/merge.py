@@ -18,7 +18,7 @@ from quorum_attention.kernels.tensors import BLOCK_BYTES, Block, row_blocks
 from quorum_attention.kernels.triton_launch import (
     launch_add,
     launch_merge,
-    triton_available,
+    triton_takes,
 )
 
 MERGE_WORKSPACE_BYTES = 3 * BLOCK_BYTES
@@ -54,7 +54,7 @@ def merge_(
             f"statistics of shapes {tuple(out_i.shape)}, {tuple(lse_i.shape)} cannot "
             f"be merged into {tuple(out.shape)}, {tuple(lse.shape)}"
         )
-    if out.is_cuda and _triton_can_merge(out, out_i):
+    if triton_takes(out, out_i):
         launch_merge(out, lse, out_i, lse_i)
         return
     if out.dtype.itemsize == 2:
@@ -113,11 +113,7 @@ def add_(
         overflow: shaped like ``unscale``, int32; 1 is set where any element of
             ``source`` is not finite; None: not checked.
     """
-    if (
-        target.is_cuda
-        and target.dtype == torch.float32
-        and _triton_can_merge(target, source)
-    ):
+    if target.dtype == torch.float32 and triton_takes(target, source):
         launch_add(target, source, alpha, unscale, overflow)
         return
     if unscale is None and overflow is None and source.dtype == target.dtype:
@@ -166,15 +162,3 @@ def by_head(unscale: torch.Tensor, heads: int) -> torch.Tensor:
     by_key_head = unscale.unsqueeze(2)  # (b, h / g, 1)
     shared = by_key_head.expand(batch, key_heads, group)
     return shared.reshape(batch, heads, 1, 1)
-
-
-def _triton_can_merge(out: torch.Tensor, out_i: torch.Tensor) -> bool:
-    """Whether the Triton kernels take such tensors: none of 64 bits, the last dimension
-    contiguous (what torch returns has it so)."""
-    if not triton_available() or out.dtype.itemsize > 4:
-        return False
-    return _has_dense_rows(out) and _has_dense_rows(out_i)
-
-
-def _has_dense_rows(tensor: torch.Tensor) -> bool:
-    return tensor.stride(-1) == 1 or tensor.shape[-1] <= 1

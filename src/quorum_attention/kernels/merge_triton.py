@@ -1,7 +1,7 @@
 # Triton's decorators and its own language are beyond a type checker.
 # mypy: ignore-errors
-"""Merging statistics and adding gradients as Triton kernels: all read once and written
-once.
+"""Merging and mending statistics, and adding gradients, as Triton kernels: all read
+once and written once.
 
 ``triton_launch.py`` launches them, and says why integers are not specialised. lse and
 scale pointers are not specialised on alignment either: they are loaded one element at a
@@ -259,3 +259,54 @@ def _add_kernel(
             bad,
             mask=bad > 0,
         )
+
+
+@triton.jit(
+    do_not_specialize=[
+        "lse",
+        "out",
+        "heads",
+        "rows",
+        "blocks",
+        "lse_b",
+        "lse_h",
+        "lse_r",
+        "out_b",
+        "out_h",
+        "out_r",
+    ]
+)
+def _mend_kernel(
+    lse,
+    out,
+    heads,
+    rows,
+    blocks,
+    lse_b,
+    lse_h,
+    lse_r,
+    out_b,
+    out_h,
+    out_r,
+    WIDTH: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_WIDTH: tl.constexpr,
+):
+    """Make lse NaN in rows where it is -inf and the output is NaN: a block of rows of
+    one head for each program."""
+    b, h, row = _place_of_program(heads, blocks, BLOCK_ROWS)
+    live = row < rows
+    lse_lane = b * lse_b + h * lse_h
+    out_lane = b * out_b + h * out_h
+    lse_at = lse + lse_lane + row * lse_r
+    row_lse = tl.load(lse_at, mask=live, other=0.0)
+    is_empty = row_lse == float("-inf")
+    # Outputs are read in rows without keys alone, so hardly ever.
+    first_column = tl.load(
+        out + out_lane + row * out_r,
+        mask=is_empty,
+        other=0.0,
+    )
+    first_column = first_column.to(tl.float32)
+    is_nan = first_column != first_column
+    tl.store(lse_at, float("nan"), mask=is_nan)

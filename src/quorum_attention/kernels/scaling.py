@@ -17,6 +17,11 @@ import torch
 
 from quorum_attention.kernels.merge import by_head
 from quorum_attention.kernels.tensors import Block, row_blocks
+from quorum_attention.kernels.triton_launch import (
+    launch_divide,
+    launch_norms,
+    triton_takes,
+)
 
 # |dS| may be up to 2**15; fp16's largest number, 65,504, is a little below 2**16.
 LOG2_LARGEST = 15
@@ -24,6 +29,8 @@ LOG2_LARGEST = 15
 # evenly.
 _LOG2_TYPICAL = -8
 _LARGEST_SHIFT = 14
+# log2 of the largest divisor of ``grad_out``, and of the largest factor.
+_LARGEST_EXPONENT = 60
 
 
 @dataclass(slots=True)
@@ -67,6 +74,16 @@ def divide_gradient_(
         shift: probabilities will be computed times 2**shift.
     """
     grad_norm = largest_norms(grad_out, value_norm.shape[1])
+    if grad_out.numel() > 0 and triton_takes(grad_out):
+        launch_divide(
+            grad_out,
+            grad_norm,
+            value_norm,
+            unscale,
+            shift - LOG2_LARGEST,
+            _LARGEST_EXPONENT,
+        )
+        return
     exponents = divisor_exponents(grad_norm, value_norm, shift)
     unscale.copy_(power_of_two(exponents))
     # The reciprocal of a power of two is exact.
@@ -83,6 +100,14 @@ def largest_norms(tensor: torch.Tensor, key_heads: int) -> torch.Tensor:
     They are left out, so that the scale is right for all others.
     """
     batch, heads = tensor.shape[:2]
+    if triton_takes(tensor):
+        norms = torch.zeros(
+            (batch, key_heads),
+            dtype=torch.float32,
+            device=tensor.device,
+        )
+        launch_norms(tensor, norms)
+        return norms
     largest = torch.zeros(
         (batch, heads),
         dtype=torch.float32,
@@ -118,7 +143,8 @@ def divisor_exponents(
     # bound < 2**exponent, and at least half of that unless it is 0
     _, exponents = torch.frexp(bound)
     exponents = exponents + (shift - LOG2_LARGEST)
-    return exponents.clamp(-60, 60) * (bound > 0)
+    exponents.clamp_(-_LARGEST_EXPONENT, _LARGEST_EXPONENT)
+    return exponents * (bound > 0)
 
 
 def power_of_two(exponents: torch.Tensor) -> torch.Tensor:
@@ -130,6 +156,6 @@ def power_of_two(exponents: torch.Tensor) -> torch.Tensor:
 
 def _blocks(tensor: torch.Tensor) -> Iterator[Block]:
     batch, heads, rows, width = tensor.shape
-    # A CPU converts 16-bit rows to fp32 first. Elsewhere a row takes a few numbers.
-    row_bytes = 8 if tensor.is_cuda else 4 * max(1, width)
+    # A CPU converts 16-bit rows to fp32 first.
+    row_bytes = 4 * max(1, width)
     return row_blocks(batch, heads, rows, row_bytes)

@@ -1,4 +1,5 @@
-"""Launches of the Triton kernels that merge and add (``merge_triton.py``).
+"""Launches of the Triton kernels that merge, mend and add (``merge_triton.py``), and
+that scale (``scaling_triton.py``).
 
 Triton compiles a kernel again for every combination of integer arguments that are 1,
 multiples of 16, or neither; each compilation takes 0.7 s. These kernels gain little
@@ -63,9 +64,22 @@ def _kernel(name: str) -> Any:
     for thread in _warming:
         # Triton would hash its files once more beside the thread.
         thread.join()
-    from quorum_attention.kernels import merge_triton
+    from quorum_attention.kernels import merge_triton, scaling_triton
 
-    return getattr(merge_triton, f"_{name}_kernel")
+    scales = name in ("norms", "divide")
+    module = scaling_triton if scales else merge_triton
+    return getattr(module, f"_{name}_kernel")
+
+
+def triton_takes(*tensors: torch.Tensor) -> bool:
+    """Whether these kernels take such tensors: none of 64 bits, the last dimension
+    contiguous (what torch returns has it so)."""
+    return triton_available() and all(
+        tensor.is_cuda
+        and tensor.dtype.itemsize <= 4
+        and (tensor.stride(-1) == 1 or tensor.shape[-1] <= 1)
+        for tensor in tensors
+    )
 
 
 def launch_merge(
@@ -78,6 +92,13 @@ def launch_merge(
         (out, lse, out_i, lse_i),
         (*strides, *lse.stride(), *lse_i.stride(), unit),
     )
+
+
+def launch_mend(lse: torch.Tensor, out: torch.Tensor) -> None:
+    """Make ``lse`` (b, h, rows) NaN, in place, where it is -inf and the row of ``out``
+    (b, h, rows, dv) is NaN."""
+    strides = (*lse.stride(), *out.stride()[:3])
+    _launch("mend", (lse.unsqueeze(-1), out), strides)
 
 
 def launch_add(
@@ -100,6 +121,41 @@ def launch_add(
         "add",
         (target, source, unscale_pointer, overflow_pointer, float(alpha)),
         (*strides, *factor_strides, group, is_scaled, is_checked, unit),
+    )
+
+
+def launch_norms(tensor: torch.Tensor, norms: torch.Tensor) -> None:
+    """Raise ``norms`` (b, hk), which are 0, to those of ``tensor`` (b, h, n, d); see
+    ``scaling.largest_norms``."""
+    norm_strides, group = _factors_by_head(tensor, norms, None)
+    unit, strides = _strides_in_units(tensor, tensor)
+    _launch("norms", (tensor, norms), (*strides[:3], *norm_strides, group, unit))
+
+
+def launch_divide(
+    grad_out: torch.Tensor,
+    grad_norm: torch.Tensor,
+    value_norm: torch.Tensor,
+    unscale: torch.Tensor,
+    log2_scale: int,
+    largest_exponent: int,
+) -> None:
+    """Divide ``grad_out``; see ``scaling.divide_gradient_``."""
+    assert grad_norm.stride() == value_norm.stride()
+    norm_strides, group = _factors_by_head(grad_out, grad_norm, None)
+    unscale_strides, _ = _factors_by_head(grad_out, unscale, None)
+    unit, strides = _strides_in_units(grad_out, grad_out)
+    _launch(
+        "divide",
+        (grad_out, grad_norm, value_norm, unscale, log2_scale),
+        (
+            *strides[:3],
+            *norm_strides,
+            *unscale_strides,
+            group,
+            largest_exponent,
+            unit,
+        ),
     )
 
 
