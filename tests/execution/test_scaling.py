@@ -127,6 +127,22 @@ def test_out_of_memory_while_a_unit_is_run_again(n_cap: int) -> None:
         assert computed(number, number + 4).recoveries
 
 
+@pytest.mark.parametrize("n_cap", [1, 2])
+def test_a_head_that_is_not_finite_is_no_fault_of_a_smaller_group(n_cap: int) -> None:
+    """A unit of two heads stays flagged for its second head. The last group has one
+    head, which that flag is not of."""
+    made = inputs(40, heads=3, head_dim=8, dtype=torch.float16)
+    wanted = exact(made, gradients=True)
+    made.grad_out[:, 1] = torch.nan
+    sizes = {"levels": (3,), "tile": 8, "n_cap": n_cap, "heads_per_group": 2}
+    plan = plan_of(made, over_inputs=False, **sizes)
+    results = (wanted.out.half(), wanted.lse.float())
+    grads = pass_of(made, True, results, plan=plan)()
+    for grad, reference in zip(grads, wanted.grads, strict=True):
+        assert bool(grad[:, 1].isnan().all())
+        assert_close(grad[:, ::2], reference[:, ::2], 2e-3)
+
+
 # --- Upstream gradients of a wider dtype than the inputs --------------------------------------
 
 

@@ -163,6 +163,9 @@ class BackwardScaling:
         unscale = self._unscale[slot]
         unscale = unscale[:n_entries, :kv_heads]
         overflow = self._overflow[flags]
+        if self.by_unit:
+            # All flags: the slot's last unit may have been of a larger head group.
+            overflow.zero_()
         overflow = overflow[:n_entries, :kv_heads]
         if not is_same_value:
             self._value_norm = largest_norms(value, kv_heads)
@@ -178,8 +181,6 @@ class BackwardScaling:
             head = _head_part(grad_out, value, entry, kv_head)
             head.div_(divisor)
             unscale[entry, kv_head].mul_(divisor)
-        if self.by_unit:
-            overflow.zero_()
         most_steps = max(steps.values(), default=0)
         shift = self._usual_shift - _off_the_shift(most_steps)
         return Scaling(shift, unscale, overflow)
