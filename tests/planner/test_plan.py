@@ -205,12 +205,25 @@ def test_a_tight_budget_lets_rows_pass_by(backward: bool) -> None:
     )
     assert route.rows(route.resident_axis) % route.rows(route.streamed_axis) == 0
     assert route.words in found.describe()
-    # What takes over if memory runs out fits the budget as well.
-    instead = found.schedule.through_slots(found.shape)
-    assert isinstance(instead.route, Slots)
     assert (
         f"{found.schedule.route.stream(found.shape).n_units:,} time" in found.describe()
     )
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("budget", [64 << 20, 128 << 20])
+def test_tasks_that_take_over_from_rows_that_pass_by_fit_the_budget_too(
+    budget: int, backward: bool
+) -> None:
+    """Rows pass by for several heads at a time, where tasks fit for one head only."""
+    found = planned(budget, backward=backward)
+    assert isinstance(found.schedule.route, Streaming)
+    instead = found.schedule.through_slots(found.shape)
+    assert isinstance(instead.route, Slots)
+    problem = Problem(
+        found.shape, get_kernel(found.kernel), spec_of(backward), found.place
+    )
+    assert instead.route.memory_use(instead, problem).total <= budget
 
 
 @pytest.mark.slow_but_first

@@ -28,6 +28,7 @@ from quorum_attention.execution.routes.slots import Slots
 from quorum_attention.execution.routes.streaming import Streaming
 from quorum_attention.execution.routes.whole import Whole
 from quorum_attention.execution.schedule import Schedule, schedule_of
+from quorum_attention.execution.task_levels import deepest
 from quorum_attention.execution.trimmed_tasks import TrimmedSizes, trimmed_sizes
 from quorum_attention.kernels.call_shape import CallShape
 from quorum_attention.kernels.protocol import Launches
@@ -199,7 +200,8 @@ def streaming_schedules(
     largest blocks that fits. There is none where the route cannot run the call.
 
     Args:
-        schedule: the one through slots that takes over if memory runs out.
+        schedule: the one through slots that takes over if memory runs out; for a larger
+            head group its tasks are cut further, so that they fit as well.
     """
     slots = schedule.route
     if not isinstance(slots, Slots):
@@ -207,13 +209,17 @@ def streaming_schedules(
     spec = problem.spec
     resident_axis: Axis = "key" if spec.backward else "query"
     length = problem.shape.n_keys if spec.backward else problem.shape.n_queries
+    route = Streaming(resident_axis=resident_axis, instead=slots)
+    if not route.runs(schedule, problem):
+        return
     for group in group_sizes(problem.shape):
         if group.batch > 1:
             continue
-        schedule_of_group = replace(schedule, group=group)
-        route = Streaming(resident_axis=resident_axis, instead=slots)
-        if not route.runs(schedule_of_group, problem):
-            return
+        schedule_of_group = _fitting_schedule(schedule, group, budget_bytes, problem)
+        if schedule_of_group is None:
+            continue
+        slots = schedule_of_group.route
+        assert isinstance(slots, Slots)
         sizes = _resident_rows(group, length, problem, hardware)
         for chunk_rows, chunk_slots in product(sizes, (2, 1)):
             route = replace(
@@ -221,6 +227,7 @@ def streaming_schedules(
                 queries=chunk_rows,
                 keys=chunk_rows,
                 chunk_slots=chunk_slots,
+                instead=slots,
             )
             streaming = _largest_block(schedule_of_group, route, budget_bytes, problem)
             if streaming is not None:
@@ -341,6 +348,19 @@ def _resident_rows(
             yield all_rows
             return
         yield waves * wave
+
+
+def _fitting_schedule(
+    schedule: Schedule, group: GroupSize, budget_bytes: int, problem: Problem
+) -> Schedule | None:
+    """Return ``schedule``, through slots, for another head group: its tasks are cut
+    further until they fit the budget. None if the smallest tasks do not fit."""
+    fitting = replace(schedule, group=group)
+    while fitting.route.memory_use(fitting, problem).total > budget_bytes:
+        if fitting.decomposition.depth >= deepest(fitting.decomposition):
+            return None
+        fitting = fitting.deeper(problem.shape)
+    return fitting
 
 
 def _largest_block(
