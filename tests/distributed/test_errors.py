@@ -316,6 +316,16 @@ def _buffers_that_share_memory(rank: int, group: dist.ProcessGroup) -> None:
     assert torch.equal(batch, torch.arange(22).view(2, 11))
     assert torch.equal(places, torch.arange(10))
     assert buffers[0].data_ptr() == batch.data_ptr()
+    with torch.inference_mode():
+        refused_by_torch = torch.arange(10)
+    with (
+        pytest.raises(RuntimeError, match="inference tensor"),
+        sharded.context_parallel(
+            group, buffers=[places, refused_by_torch], buffer_seq_dims=[0, 0]
+        ),
+    ):
+        pass
+    assert torch.equal(places, torch.arange(10)), "it was set before the error"
 
 
 def _buffers_that_are_refused(group: dist.ProcessGroup) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -110,22 +110,21 @@ def _sharded_in_place(
         dims: of the tokens of each buffer.
         unrestored: buffers that stay as they are then.
     """
-    originals = [buffer.detach() for buffer in buffers]
-    for buffer, dim in zip(buffers, dims, strict=True):
-        shard = buffer.detach().narrow(
-            dim,
-            rows.start,
-            rows.stop - rows.start,
-        )
-        # Memory of its own: others may be views of this one's, as inputs and labels of
-        # one batch.
-        buffer.set_(shard.clone(memory_format=torch.contiguous_format))
-    try:
-        yield
-    finally:
-        for buffer, original in zip(buffers, originals, strict=True):
+    with ExitStack() as restored:
+        for buffer, dim in zip(buffers, dims, strict=True):
+            original = buffer.detach()
+            shard = original.narrow(
+                dim,
+                rows.start,
+                rows.stop - rows.start,
+            )
+            # Memory of its own: others may be views of this one's, as inputs and labels
+            # of one batch.
+            buffer.set_(shard.clone(memory_format=torch.contiguous_format))
             if buffer not in unrestored:
-                buffer.set_(original)
+                # At once: a later buffer may refuse to be set.
+                restored.callback(buffer.set_, original)
+        yield
 
 
 @contextmanager
