@@ -40,7 +40,7 @@ def _all_of_it(rank: int) -> None:
         for check in (
             _what_a_rank_computes_is_cut, _one_rank_alone, _twice, _like_an_earlier_one,
             _prepared_as_long_as_agreed, _dropout_without_a_seed, _no_second_derivative, _recomputed,
-            _under_autocast, _tensors_of_functions, _refusals,
+            _under_autocast, _settings_of_the_forward, _tensors_of_functions, _refusals,
         ):  # fmt: skip
             torch.manual_seed(1)
             check(rank, groups[2])
@@ -300,3 +300,23 @@ def _under_autocast(rank: int, group: dist.ProcessGroup) -> None:
             with torch.autocast("cpu", dtype=torch.bfloat16, enabled=is_enabled):
                 grads += torch.autograd.grad(out.square().sum(), x)
         assert torch.equal(*grads)
+
+
+def _settings_of_the_forward(rank: int, group: dist.ProcessGroup) -> None:
+    """The backward has the settings of its forward, also outside of their block, and in
+    a block of others."""
+    q = torch.randn(1, 2, 700, 8, requires_grad=True)
+    for of_forward, of_backward, levels in ((1, 0, (7,)), (0, 1, ())):
+        report = sharded.ShardedReport()
+        with qa.using(depth=of_forward):
+            out = sharded.attention(q, q, q, group=group, report=report)
+        with qa.using(depth=of_backward):
+            out.sum().backward()
+        _, backward = report.calls
+        assert backward.backward is not None
+        assert backward.backward.levels == levels
+    for heads in (2, 1):
+        q = torch.randn(1, heads, 700, 8, requires_grad=True)
+        out = sharded.attention(q, q, q, group=group)
+        with qa.using(budget=1024):  # too small for any call
+            out.sum().backward()

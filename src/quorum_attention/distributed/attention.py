@@ -16,7 +16,7 @@ from quorum_attention.argument_checks import shown
 from quorum_attention.call.block import WholeCall
 from quorum_attention.call.options import DEFAULT_OPTIONS, Arguments, CallOptions
 from quorum_attention.call.request import Request, request_of
-from quorum_attention.call.settings import current_settings, with_current_settings
+from quorum_attention.call.settings import with_current_settings
 from quorum_attention.call.validation import Tensors
 from quorum_attention.dispatch import cache_key, is_plain_call
 from quorum_attention.distributed import strategies
@@ -233,9 +233,10 @@ def _prepare(
         mask.
     """
     mask = checked_mask(attn_mask)
-    options = arguments.options
-    checked = arguments._replace(options=with_current_settings(options))
-    inputs, shard = _checked_shard(query, key, value, checked, report)
+    # The backward has the settings of its forward.
+    options = with_current_settings(arguments.options)
+    arguments = arguments._replace(options=options)
+    inputs, shard = _checked_shard(query, key, value, arguments, report)
     if shard.options.kernel is not options.kernel:
         options = options._replace(kernel=shard.options.kernel)
     signature = _signature_of(shard, mask, arguments.dropout_seed)
@@ -266,7 +267,7 @@ def _prepare(
     )
     # Whole heads in turns, where nothing limits a call's memory.
     has_turns = assignment.whole_heads and assignment.n_stages > 1
-    is_unlimited = options is DEFAULT_OPTIONS and current_settings() is None
+    is_unlimited = options is DEFAULT_OPTIONS
     call = ShardedCall(
         assignment,
         whole_call,

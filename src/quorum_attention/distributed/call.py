@@ -16,7 +16,6 @@ from quorum_attention.call.backward_inputs import BackwardInputs
 from quorum_attention.call.block import BlockResults, CallBlock, Masked, WholeCall
 from quorum_attention.call.options import DEFAULT_OPTIONS, Arguments, CallOptions
 from quorum_attention.call.request import Request
-from quorum_attention.call.settings import with_current_settings
 from quorum_attention.call.validation import Tensors
 from quorum_attention.decomposition.intervals import Interval
 from quorum_attention.dispatch import cached_request
@@ -65,11 +64,12 @@ class ShardedCall:
 
     Attributes:
         assignment: who computes what.
-        whole: the call of all ranks.
+        whole_call: the call of all ranks.
         group_reference: weak, as autograd's graph, which a caller may keep, holds this
             call.
         rank: this rank.
-        options: budget, depth and kernel of every attention call.
+        options: budget, depth and kernel of every attention call, with the settings of
+            the forward.
         signature: what the ranks have agreed on.
         report: filled with what this rank does.
         two_streams: whether stages are computed on two streams.
@@ -210,7 +210,7 @@ class ShardedCall:
             grad_mask=mask_grads.bias is not None,
             grad_sinks=mask_grads.sinks is not None,
         )
-        options = with_current_settings(self.options._replace(report=report))
+        options = self.options._replace(report=report)
         return compute_block(
             self.whole_call,
             block,
