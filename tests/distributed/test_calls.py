@@ -19,6 +19,7 @@ import quorum_attention as qa
 from quorum_attention import Mask
 from quorum_attention import distributed as sharded
 from quorum_attention.distributed import agreement, groups, strategies
+from quorum_attention.distributed.run import run_forward
 
 # The module; the package gives its function this name.
 ATTENTION = sys.modules["quorum_attention.distributed.attention"]
@@ -40,7 +41,7 @@ def _all_of_it(rank: int) -> None:
         for check in (
             _what_a_rank_computes_is_cut, _one_rank_alone, _twice, _like_an_earlier_one,
             _prepared_as_long_as_agreed, _dropout_without_a_seed, _no_second_derivative, _recomputed,
-            _under_autocast, _settings_of_the_forward, _tensors_of_functions, _refusals,
+            _under_autocast, _settings_of_the_forward, _nothing_is_kept, _tensors_of_functions, _refusals,
         ):  # fmt: skip
             torch.manual_seed(1)
             check(rank, groups[2])
@@ -320,3 +321,21 @@ def _settings_of_the_forward(rank: int, group: dist.ProcessGroup) -> None:
         out = sharded.attention(q, q, q, group=group)
         with qa.using(budget=1024):  # too small for any call
             out.sum().backward()
+
+
+def _nothing_is_kept(rank: int, group: dist.ProcessGroup) -> None:
+    """Without gradients no gathered rows are kept, whatever the inputs ask for."""
+    q = torch.randn(1, 2, 10, 8, requires_grad=True)
+    numbers_of_tensors = []
+
+    def counted_forward(*args: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        out, saved = run_forward(*args)
+        numbers_of_tensors.append(len(saved))
+        return out, saved
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ATTENTION, "run_forward", counted_forward)
+        sharded.attention(q, q, q, group=group)
+        with torch.no_grad():
+            sharded.attention(q, q, q, group=group)
+    assert numbers_of_tensors == [5, 0]

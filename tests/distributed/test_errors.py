@@ -75,6 +75,11 @@ APART: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {"is_causal": True}, "is_causal"),
     ({}, {"scale": 0.3}, "scale"),
     ({}, {"grad": False}, "gradients"),
+    (
+        {"grad": False, "attn_mask": torch.zeros(24, 24)},
+        {"grad": False, "attn_mask": torch.zeros(24, 24, requires_grad=True)},
+        "gradients",
+    ),
     ({}, {"dropout_p": 0.5, "dropout_seed": 1}, "dropout_p"),
     ({"attn_mask": Mask(window=3)}, {"attn_mask": Mask(window=4)}, "attn_mask"),
     ({}, {"attn_mask": Mask(key_padding=torch.ones(12, dtype=torch.bool))}, "attn_mask"),

@@ -17,6 +17,7 @@ from quorum_attention.call.block import WholeCall
 from quorum_attention.call.options import DEFAULT_OPTIONS, Arguments, CallOptions
 from quorum_attention.call.request import Request, request_of
 from quorum_attention.call.settings import with_current_settings
+from quorum_attention.call.transformations import needs_gradient
 from quorum_attention.call.validation import Tensors
 from quorum_attention.dispatch import cache_key, is_plain_call
 from quorum_attention.distributed import strategies
@@ -239,7 +240,10 @@ def _prepare(
     inputs, shard = _checked_shard(query, key, value, arguments, report)
     if shard.options.kernel is not options.kernel:
         options = options._replace(kernel=shard.options.kernel)
-    signature = _signature_of(shard, mask, arguments.dropout_seed)
+    records = shard.records
+    if mask is not None:
+        records = records or needs_gradient(mask.bias, mask.sinks)
+    signature = _signature_of(shard, mask, arguments.dropout_seed, records)
     lengths_of_ranks = agree_on_lengths(
         group,
         inputs.query,
@@ -263,7 +267,7 @@ def _prepare(
     whole_call = WholeCall(shape, mask, shard.scale, shard.dropout)
     query_of_rank, *_ = _flattened_shards(inputs, shape)
     assignment, row_bytes = _assign(
-        whole_call, lengths_of_ranks, kept_pairs, query_of_rank, shard.records
+        whole_call, lengths_of_ranks, kept_pairs, query_of_rank, records
     )
     # Whole heads in turns, where nothing limits a call's memory.
     has_turns = assignment.whole_heads and assignment.n_stages > 1
@@ -276,6 +280,7 @@ def _prepare(
         options,
         signature,
         report,
+        records,
         two_streams=has_turns and is_unlimited,
     )
     if report is not None:
@@ -341,9 +346,13 @@ def _check_ignores_positions(kernel: str | InnerKernel) -> None:
 
 
 def _signature_of(
-    request: Request, mask: Mask | None, dropout_seed: int | None
+    request: Request, mask: Mask | None, dropout_seed: int | None, records: bool
 ) -> CallSignature:
-    """Return the arguments that must be the same on all ranks."""
+    """Return the arguments that must be the same on all ranks.
+
+    Args:
+        records: whether there may be a backward, in which all ranks take part.
+    """
     sizes = {name: getattr(request.shape, name) for name in _COMMON_SIZES}
     return {
         **sizes,
@@ -352,7 +361,7 @@ def _signature_of(
         "attn_mask": mask_signature(mask),
         "dropout_p": 0.0 if request.dropout is None else request.dropout.p,
         "dropout_seed": None if dropout_seed is None else int(dropout_seed),
-        "gradients": request.records,
+        "gradients": records,
     }
 
 
@@ -432,12 +441,11 @@ class _ShardedAttention(torch.autograd.Function):
         sinks: torch.Tensor | None,
         call: ShardedCall,
     ) -> torch.Tensor:
-        records = any(ctx.needs_input_grad)
         with poison_group_on_error(call.group):
-            out, saved = run_forward(call, query, key, value, records)
+            out, saved = run_forward(call, query, key, value)
         ctx.call = call
         ctx.shapes = [tensor.shape for tensor in (query, key, value)]
-        if records:
+        if call.records:
             # A checkpoint recomputes where something saved is asked for, and all ranks
             # have to.
             saved = saved or [out.new_empty(0)]

@@ -72,6 +72,7 @@ class ShardedCall:
             the forward.
         signature: what the ranks have agreed on.
         report: filled with what this rank does.
+        records: whether there may be a backward.
         two_streams: whether stages are computed on two streams.
     """
 
@@ -82,6 +83,7 @@ class ShardedCall:
     options: CallOptions
     signature: CallSignature
     report: ShardedReport | None
+    records: bool
     two_streams: bool
 
     @property

@@ -43,14 +43,12 @@ def run_forward(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    records: bool,
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Return the output of this rank's rows, and the tensors that the backward needs.
 
     Args:
         query: (batch, heads, rows, head_dim) of this rank's shard; key and value
             likewise.
-        records: whether there may be a backward.
     """
     keeps_inputs = call.assignment.keeps_inputs
     out = query.new_empty((*query.shape[:3], value.shape[3]))
@@ -62,7 +60,7 @@ def run_forward(
         call,
         _shards(call, {"query": query}, {"key": key, "value": value}),
         _shards(call, results, {}),
-        saves=records and keeps_inputs,
+        saves=call.records and keeps_inputs,
     )
     forward.run()
     if call.report is not None:
