@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.ranks import compare, inputs_of, random_calls, spawn
+from helpers.ranks import compare, exact, inputs_of, random_calls, spawn
 from torch.utils.checkpoint import checkpoint
 
 import quorum_attention as qa
@@ -20,6 +20,8 @@ from quorum_attention import Mask
 from quorum_attention import distributed as sharded
 from quorum_attention.distributed import agreement, groups, strategies
 from quorum_attention.distributed.run import run_forward
+from quorum_attention.kernels.call_shape import CallShape
+from quorum_attention.kernels.cpu import CpuKernel
 
 # The module; the package gives its function this name.
 ATTENTION = sys.modules["quorum_attention.distributed.attention"]
@@ -41,7 +43,8 @@ def _all_of_it(rank: int) -> None:
         for check in (
             _what_a_rank_computes_is_cut, _one_rank_alone, _twice, _like_an_earlier_one,
             _prepared_as_long_as_agreed, _dropout_without_a_seed, _no_second_derivative, _recomputed,
-            _under_autocast, _settings_of_the_forward, _nothing_is_kept, _tensors_of_functions, _refusals,
+            _under_autocast, _settings_of_the_forward, _exact_delta, _a_kernel_of_16_bits,
+            _nothing_is_kept, _tensors_of_functions, _refusals,
         ):  # fmt: skip
             torch.manual_seed(1)
             check(rank, groups[2])
@@ -321,6 +324,54 @@ def _settings_of_the_forward(rank: int, group: dist.ProcessGroup) -> None:
         out = sharded.attention(q, q, q, group=group)
         with qa.using(budget=1024):  # too small for any call
             out.sum().backward()
+
+
+def _exact_delta(rank: int, group: dist.ProcessGroup) -> None:
+    """The setting holds for these calls too: it was ignored without a word."""
+    for heads, kv_heads in ((2, 2), (3, 1)):
+        tensors = inputs_of(heads, kv_heads, 300, 16, 16, torch.bfloat16, 1)
+        query, key, value = (9 * tensor for tensor in tensors[:3])
+        wanted = exact([query, key, value, tensors[3]], causal=False)[1]
+        rows = slice(150 * rank, 150 * rank + 150)
+        errors = []
+        for is_exact in (False, True):
+            leaf = query[:, :, rows].clone().requires_grad_()
+            with qa.using(exact_delta=is_exact):
+                out = sharded.attention(
+                    leaf,
+                    key[:, :, rows],
+                    value[:, :, rows],
+                    enable_gqa=True,
+                    group=group,
+                )
+            assert out.dtype == torch.bfloat16
+            out.backward(tensors[3][:, :, rows])
+            assert leaf.grad is not None
+            errors.append(float((leaf.grad.double() - wanted[:, :, rows]).norm()))
+        assert errors[1] < 0.4 * errors[0]
+
+
+class _KernelOf16Bits(CpuKernel):
+    """It takes 16 bits alone, as vendors' kernels of a GPU do."""
+
+    name = "of 16 bits"
+
+    def refusal(self, shape: CallShape) -> str | None:
+        if shape.dtype.itemsize != 2:
+            return f"it takes 16 bits, not {shape.dtype}"
+        return super().refusal(shape)
+
+
+def _a_kernel_of_16_bits(rank: int, group: dist.ProcessGroup) -> None:
+    """A kernel that was asked for and takes 16 bits alone is not given small calls in
+    fp32."""
+    for heads in (2, 1):
+        q = torch.randn(1, heads, 10, 8).bfloat16().requires_grad_()
+        grads = []
+        for kernel in ("auto", _KernelOf16Bits()):
+            out = sharded.attention(q, q, q, kernel=kernel, group=group)
+            grads += torch.autograd.grad(out.sum(), q)
+        assert torch.allclose(*grads, atol=0.05, rtol=0.05)
 
 
 def _nothing_is_kept(rank: int, group: dist.ProcessGroup) -> None:

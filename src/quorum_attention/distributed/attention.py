@@ -192,7 +192,7 @@ def attention(
             agreed.keep(call_key, prepared)
     shard, call = prepared
     with torch.autocast(inputs.query.device.type, enabled=False):
-        shards = _flattened_shards(inputs, call.whole_call.shape)
+        shards = _flattened_shards(inputs, call.whole_call.shape, call.dtype)
         out = _apply(*shards, *call.mask_params, call)
     out = out.to(shard.shape.dtype)
     out = out.reshape(*inputs.query.shape[:-1], shard.shape.value_dim)
@@ -265,9 +265,9 @@ def _prepare(
         kept_hash = {"the pairs that attn_mask keeps (a hash)": hash(kept_pairs)}
         agree_on(group, inputs.query, kept_hash)
     whole_call = WholeCall(shape, mask, shard.scale, shard.dropout)
-    query_of_rank, *_ = _flattened_shards(inputs, shape)
+    dtype = _dtype_of_parts(shape, options.kernel)
     assignment, row_bytes = _assign(
-        whole_call, lengths_of_ranks, kept_pairs, query_of_rank, records
+        whole_call, lengths_of_ranks, kept_pairs, dtype, inputs.query.device, records
     )
     # Whole heads in turns, where nothing limits a call's memory.
     has_turns = assignment.whole_heads and assignment.n_stages > 1
@@ -280,6 +280,7 @@ def _prepare(
         options,
         signature,
         report,
+        dtype,
         records,
         two_streams=has_turns and is_unlimited,
     )
@@ -365,24 +366,38 @@ def _signature_of(
     }
 
 
-def _flattened_shards(tensors: Tensors, shape: CallShape) -> list[torch.Tensor]:
-    """Return query, key and value of this rank with one batch dimension; of small calls
-    in fp32."""
-    shards = [
-        tensor.reshape(shape.batch, *tensor.shape[-3:])
+def _dtype_of_parts(shape: CallShape, kernel: str | InnerKernel) -> torch.dtype:
+    """Return the dtype in which parts of a call are computed and sent.
+
+    It is the inputs' dtype; or fp32 for 16-bit calls that are small, or whose delta
+    must come from an output that was not rounded (``exact_delta``). A kernel that was
+    asked for and takes no fp32 gets the inputs' dtype.
+    """
+    is_small = shape.lanes * shape.n_queries**2 <= _MAX_WIDENED_PAIRS
+    if shape.dtype.itemsize != 2 or not (is_small or shape.wide_out):
+        return shape.dtype
+    wide_shape = replace(shape, dtype=torch.float32, wide_out=False)
+    if kernel != "auto" and get_kernel(kernel).refusal(wide_shape) is not None:
+        return shape.dtype
+    return torch.float32
+
+
+def _flattened_shards(
+    tensors: Tensors, shape: CallShape, dtype: torch.dtype
+) -> list[torch.Tensor]:
+    """Return query, key and value of this rank with one batch dimension, in a dtype."""
+    return [
+        tensor.reshape(shape.batch, *tensor.shape[-3:]).to(dtype)
         for tensor in (tensors.query, tensors.key, tensors.value)
     ]
-    n_pairs = shape.lanes * shape.n_queries**2
-    if shape.dtype.itemsize == 2 and n_pairs <= _MAX_WIDENED_PAIRS:
-        return [tensor.float() for tensor in shards]
-    return shards
 
 
 def _assign(
     whole_call: WholeCall,
     lengths: Sequence[int],
     kept_pairs: tuple[int, ...] | None,
-    query: torch.Tensor,
+    dtype: torch.dtype,
+    device: torch.device,
     records: bool,
 ) -> tuple[Assignment, RowBytes]:
     """Return who computes what, and the bytes of a row. All ranks decide the same, by
@@ -391,7 +406,8 @@ def _assign(
     Args:
         lengths: rows of every rank.
         kept_pairs: as of ``ShardedShape``.
-        query: of this rank, in the dtype that is sent.
+        dtype: of the rows that are sent.
+        device: of this rank's rows.
         records: whether there may be a backward.
     """
     shape = whole_call.shape
@@ -410,13 +426,13 @@ def _assign(
     )
     pair_flops = 2.0 * shape.batch * shape.kv_width
     flops = 0.0
-    on_gpu = not on_host(query.device)
+    on_gpu = not on_host(device)
     if units == "pairs" and on_gpu:
         flops = sharded.n_pairs / sharded.n_ranks * pair_flops
     n_head_groups = strategies.n_head_groups(flops, records)
     sharded = replace(sharded, n_head_groups=n_head_groups)
-    element = shape.batch * query.element_size()
-    state = shape.batch * state_dtype(query.dtype).itemsize
+    element = shape.batch * dtype.itemsize
+    state = shape.batch * state_dtype(dtype).itemsize
     row_bytes = RowBytes(
         query=shape.head_dim * element,
         key=shape.kv_width * element,

@@ -72,6 +72,7 @@ class ShardedCall:
             the forward.
         signature: what the ranks have agreed on.
         report: filled with what this rank does.
+        dtype: in which rows are sent and parts are computed.
         records: whether there may be a backward.
         two_streams: whether stages are computed on two streams.
     """
@@ -83,6 +84,7 @@ class ShardedCall:
     options: CallOptions
     signature: CallSignature
     report: ShardedReport | None
+    dtype: torch.dtype
     records: bool
     two_streams: bool
 
