@@ -95,6 +95,10 @@ class Route(ABC):
     def slots(self, **changes: Any) -> Route:
         """The route through slots that replaces this one, with fields changed."""
 
+    def slots_decomposition(self, decomposition: Decomposition) -> Decomposition:
+        """The decomposition of the schedule through slots that replaces this one's."""
+        return decomposition
+
     def fallback(self, schedule: Schedule, shape: CallShape) -> Schedule:
         """The schedule, through slots, to continue with when memory runs out for whole
         groups."""
@@ -214,11 +218,12 @@ class Schedule:
         return self.through_slots(problem.shape, **changes)
 
     def through_slots(self, shape: CallShape, **changes: Any) -> Schedule:
-        """The same decomposition through slots, with ``changes`` to their fields."""
+        """The schedule through slots that replaces this one, with ``changes`` to the
+        fields of its slots."""
         route = self.route.slots(**changes)
         return schedule_of(
             shape,
-            self.decomposition,
+            self.route.slots_decomposition(self.decomposition),
             self.group,
             route,
             pinned=self.pinned,

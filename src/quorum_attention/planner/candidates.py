@@ -215,11 +215,12 @@ def streaming_schedules(
     for group in group_sizes(problem.shape):
         if group.batch > 1:
             continue
-        schedule_of_group = _fitting_schedule(schedule, group, budget_bytes, problem)
-        if schedule_of_group is None:
+        schedule_of_group = replace(schedule, group=group)
+        deeper_by = _levels_to_fit(schedule_of_group, budget_bytes, problem)
+        if deeper_by is None:
             continue
-        slots = schedule_of_group.route
-        assert isinstance(slots, Slots)
+        # Sizes after trimming are of tasks that are cut no further.
+        instead = replace(slots, trimmed=None) if deeper_by else slots
         sizes = _resident_rows(group, length, problem, hardware)
         for chunk_rows, chunk_slots in product(sizes, (2, 1)):
             route = replace(
@@ -227,7 +228,8 @@ def streaming_schedules(
                 queries=chunk_rows,
                 keys=chunk_rows,
                 chunk_slots=chunk_slots,
-                instead=slots,
+                instead=instead,
+                deeper_by=deeper_by,
             )
             streaming = _largest_block(schedule_of_group, route, budget_bytes, problem)
             if streaming is not None:
@@ -350,17 +352,17 @@ def _resident_rows(
         yield waves * wave
 
 
-def _fitting_schedule(
-    schedule: Schedule, group: GroupSize, budget_bytes: int, problem: Problem
-) -> Schedule | None:
-    """Return ``schedule``, through slots, for another head group: its tasks are cut
-    further until they fit the budget. None if the smallest tasks do not fit."""
-    fitting = replace(schedule, group=group)
-    while fitting.route.memory_use(fitting, problem).total > budget_bytes:
-        if fitting.decomposition.depth >= deepest(fitting.decomposition):
+def _levels_to_fit(
+    schedule: Schedule, budget_bytes: int, problem: Problem
+) -> int | None:
+    """Return how many levels further the tasks of a schedule through slots have to be
+    cut to fit the budget; None: the smallest tasks do not fit."""
+    deeper = schedule
+    while deeper.route.memory_use(deeper, problem).total > budget_bytes:
+        if deeper.decomposition.depth >= deepest(deeper.decomposition):
             return None
-        fitting = fitting.deeper(problem.shape)
-    return fitting
+        deeper = deeper.deeper(problem.shape)
+    return deeper.decomposition.depth - schedule.decomposition.depth
 
 
 def _largest_block(

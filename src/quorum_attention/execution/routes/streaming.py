@@ -46,7 +46,7 @@ from quorum_attention.execution.scaling import (
     BackwardScaling,
     inputs_of_group,
 )
-from quorum_attention.execution.schedule import Route, Schedule
+from quorum_attention.execution.schedule import DEEPEN_BY, Route, Schedule
 from quorum_attention.execution.slot_layout import SlotLayout
 from quorum_attention.execution.slot_rows import (
     PassStorage,
@@ -71,6 +71,8 @@ class Streaming(Route):
         resident_axis: the side whose chunks stay: of queries, or of keys.
         queries, keys: rows of a chunk, and of a block.
         instead: the route through slots that takes over.
+        deeper_by: how many levels further than the schedule's decomposition the tasks
+            through slots are cut, to fit with the schedule's head group.
         n_cap: blocks resident at once.
         chunk_slots: chunks resident at once.
     """
@@ -81,6 +83,7 @@ class Streaming(Route):
     queries: int = 1
     keys: int = 1
     instead: Slots = field(default_factory=Slots)
+    deeper_by: int = 0
 
     recovery = "streaming: failed", "through slots"
 
@@ -214,6 +217,12 @@ class Streaming(Route):
     def slots(self, **changes: Any) -> Slots:
         """The route that takes over."""
         return self.instead.slots(**changes)
+
+    def slots_decomposition(self, decomposition: Decomposition) -> Decomposition:
+        """The decomposition of the tasks that take over."""
+        for _ in range(self.deeper_by):
+            decomposition = decomposition.deeper(DEEPEN_BY)
+        return decomposition
 
     def run(
         self,
