@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,7 @@ def _all_of_it(rank: int) -> None:
             _what_a_rank_computes_is_cut, _one_rank_alone, _twice, _like_an_earlier_one,
             _prepared_as_long_as_agreed, _dropout_without_a_seed, _no_second_derivative, _recomputed,
             _under_autocast, _settings_of_the_forward, _exact_delta, _a_kernel_of_16_bits,
-            _nothing_is_kept, _tensors_of_functions, _refusals,
+            _nothing_is_kept, _transforms_are_refused, _tensors_of_functions, _refusals,
         ):  # fmt: skip
             torch.manual_seed(1)
             check(rank, groups[2])
@@ -390,3 +390,25 @@ def _nothing_is_kept(rank: int, group: dist.ProcessGroup) -> None:
         with torch.no_grad():
             sharded.attention(q, q, q, group=group)
     assert numbers_of_tensors == [5, 0]
+
+
+def _transforms_are_refused(rank: int, group: dist.ProcessGroup) -> None:
+    """By name and before anything is sent, so that the group is as good as before."""
+
+    def attend(query: torch.Tensor) -> torch.Tensor:
+        return sharded.attention(query, query, query, group=group)
+
+    q = torch.randn(2, 2, 10, 8)
+    learned = q.clone().requires_grad_()
+    out = attend(learned)
+    calls: list[Callable[[], Any]] = [
+        lambda: torch.func.grad(lambda query: attend(query).sum())(q),
+        lambda: torch.func.vmap(attend)(q[:, None]),
+        lambda: torch.autograd.grad(
+            out, learned, torch.ones(3, *out.shape), is_grads_batched=True
+        ),
+    ]
+    for call in calls:
+        with pytest.raises(NotImplementedError, match=r"torch\.func transformations"):
+            call()
+        assert torch.equal(attend(q), out)

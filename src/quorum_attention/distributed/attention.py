@@ -51,7 +51,9 @@ from quorum_attention.kernels.protocol import InnerKernel
 from quorum_attention.kernels.registry import get_kernel
 from quorum_attention.kernels.torch_private import (
     first_derivative,
+    has_transforms,
     no_grad_no_autocast,
+    stands_for_several,
     uncompiled,
 )
 from quorum_attention.keywords import helps_with_names
@@ -315,6 +317,7 @@ def _checked_shard(
             f"report must be a distributed.ShardedReport, got {shown(report)}"
         )
     tensors, request = request_of("attention", query, key, value, arguments)
+    _refuse_transforms(tensors.query)
     shape = request.shape
     if shape.n_queries != shape.n_keys or not shape.heads:
         raise ValueError(
@@ -325,6 +328,21 @@ def _checked_shard(
         )
     _check_ignores_positions(request.options.kernel)
     return tensors, request
+
+
+def _refuse_transforms(tensor: torch.Tensor) -> None:
+    """Check before anything is sent that ``tensor`` has numbers that can be sent.
+
+    Raises:
+        NotImplementedError: a transformation of torch.func's is active, or one gradient
+            stands for several.
+    """
+    if has_transforms() or stands_for_several(tensor):
+        raise NotImplementedError(
+            "distributed.attention takes no part in torch.func transformations, nor in "
+            "torch.autograd.grad(..., is_grads_batched=True): ranks cannot send such "
+            "tensors; take one gradient after the other by torch.autograd"
+        )
 
 
 def _check_ignores_positions(kernel: str | InnerKernel) -> None:
@@ -477,6 +495,7 @@ class _ShardedAttention(torch.autograd.Function):
     @staticmethod
     @first_derivative("quorum_attention.distributed.attention")
     def backward(ctx: Any, grad_out: torch.Tensor) -> Any:
+        _refuse_transforms(grad_out)
         call: ShardedCall = ctx.call
         group = call.group
         with poison_group_on_error(group):  # other ranks may have begun

@@ -57,6 +57,8 @@ _PRE_DISPATCH = torch._C.DispatchKey.PreDispatch
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 has_transforms = torch._C._are_functorch_transforms_active
 """Whether a transformation of torch.func's is active."""
+stands_for_several: Callable[[torch.Tensor], bool] = _functorch.is_legacy_batchedtensor
+"""Whether a tensor is one of ``is_grads_batched``, which does not use torch.func."""
 
 
 @contextmanager
