@@ -171,7 +171,9 @@ class Streaming(Route):
         counts of results and states."""
         chunk, block = self._layouts(schedule, problem)
         homes = home_bytes(problem, schedule.group, "host")
-        scaling = (SMALL_BYTES,) * 4 if problem.scaled else ()
+        # A factor for each block, the flags, and the norm of value.
+        n_small = self.n_cap + 2
+        scaling = (SMALL_BYTES,) * n_small if problem.scaled else ()
         return Footprint(
             problem.shape.device_type,
             workspace=problem.workspace(schedule.extent(problem.shape)),
