@@ -84,6 +84,7 @@ def test_every_pair_of_a_passage_is_in_one_rectangle(stays, is_causal) -> None:
         n_queries, n_keys = (draw.randint(1, 40) for _ in range(2))
         queries, keys = (draw.randint(1, 45) for _ in range(2))
         stream = ChunkStream(stays, n_queries, n_keys, queries, keys, is_causal)
+        assert stream.fewest_units <= stream.n_units
         seen = np.zeros((n_queries, n_keys), dtype=int)
         chunks_of: dict[int, list[int]] = {}
         for chunk in range(stream.n_chunks):

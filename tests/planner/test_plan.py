@@ -59,14 +59,14 @@ def test_a_depth_at_which_nothing_gets_smaller_is_refused(n, layout, useful) -> 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_a_plan_for_a_billion_tokens_is_symbolic(device: str) -> None:
     """No array over tokens anywhere: that would take minutes, and more memory than
-    there is."""
+    there is. No loop over 100,000 chunks either, which took half a minute."""
     began = time.perf_counter()
     plan = qa.plan(10**9, heads=8, head_dim=64, device=device, is_causal=True,
                    budget="64GiB" if device == "cuda" else "4TiB",
                    levels=None if device == "cuda" else (57,))  # fmt: skip
     task = plan.decomposition.task(tuple(0 for _ in plan.levels))
     rectangles = task.rectangles(True)
-    assert time.perf_counter() - began < 30
+    assert time.perf_counter() - began < 8
     assert task.n_tokens <= plan.decomposition.max_task_tokens
     assert rectangles
 

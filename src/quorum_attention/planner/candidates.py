@@ -384,8 +384,9 @@ def _largest_block(
             candidate = replace(route, keys=block_rows)
         else:
             candidate = replace(route, queries=block_rows)
-        n_passages = count_groups(shape, group) * candidate.stream(shape).n_units
-        if n_passages > policy.MAX_PASSAGES:
+        stream = candidate.stream(shape)
+        most_units = policy.MAX_PASSAGES // count_groups(shape, group)
+        if stream.fewest_units > most_units or stream.n_units > most_units:
             return None
         streaming = schedule_of(
             shape, schedule.decomposition, group, candidate, pinned=schedule.pinned
