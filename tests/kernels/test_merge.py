@@ -10,7 +10,7 @@ import torch
 from helpers.attention import softmax
 
 from quorum_attention.kernels import scaling, tensors
-from quorum_attention.kernels.merge import add_, empty_, merge_
+from quorum_attention.kernels.merge import add_, empty_, mend_, merge_
 from quorum_attention.kernels.scaling import (
     LOG2_LARGEST,
     divide_gradient_,
@@ -280,20 +280,21 @@ def test_triton_divides_by_the_powers_of_two_of_torchs_operators(
             assert torch.equal(by_torch, by_triton)
 
 
-@pytest.mark.skipif("triton" not in MERGES, reason="no Triton")
-def test_rows_whose_output_is_nan_are_not_taken_for_rows_without_keys() -> None:
-    """Rows without keys, with an infinite or NaN output, or a finite log-sum-exp, stay
-    as they are, and so does all beside the rows."""
+@by_each
+def test_rows_whose_output_is_nan_are_not_taken_for_rows_without_keys(by: str) -> None:
+    """Rows without keys, with an infinite output, or with a finite log-sum-exp, stay as
+    they are, and so does all beside the rows."""
+    mend, device = launch_mend if by == "triton" else mend_, MERGES[by][1]
     rows = 5000
-    out = torch.randn(2, rows, 3, 8, device=DEVICE).half().transpose(1, 2)
-    base = torch.randn(2, 3, rows + 4, device=DEVICE)
+    out = torch.randn(2, rows, 3, 8, device=device).half().transpose(1, 2)
+    base = torch.randn(2, 3, rows + 4, device=device)
     lse = base[:, :, 2:-2]
-    empty, is_nan = torch.rand(2, 2, 3, rows, device=DEVICE) < 0.1
+    empty, is_nan = torch.rand(2, 2, 3, rows, device=device) < 0.1
     lse[empty] = -torch.inf
     out[is_nan] = torch.nan
     out[1, 2, :, 0] = torch.inf
     is_nan[1, 2] = False
     wanted = base.clone()
     wanted[:, :, 2:-2][empty & is_nan] = torch.nan
-    launch_mend(lse, out)
+    mend(out, lse)
     torch.testing.assert_close(base, wanted, rtol=0, atol=0, equal_nan=True)

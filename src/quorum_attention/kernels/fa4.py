@@ -26,6 +26,7 @@ from quorum_attention.kernels.cache_files import cache_folder, private_folder
 from quorum_attention.kernels.call_shape import CallShape, Extent
 from quorum_attention.kernels.delta import rounding_gap
 from quorum_attention.kernels.limits import GRID_BLOCKS, INT32, CallLimits
+from quorum_attention.kernels.merge import mend_
 from quorum_attention.kernels.operator_call import Call, OutLse, Saved, Three
 from quorum_attention.kernels.operator_inputs import (
     HALF_DTYPES,
@@ -37,7 +38,6 @@ from quorum_attention.kernels.rectangles import RectangleKernel
 from quorum_attention.kernels.result_layout import empty_like_input
 from quorum_attention.kernels.speed import KernelSpeed
 from quorum_attention.kernels.torch_private import without_loading_compiler
-from quorum_attention.kernels.triton_launch import launch_mend, triton_takes
 from quorum_attention.plain_types import Keywords
 
 _on_device = torch.cuda.device
@@ -135,10 +135,7 @@ class Fa4Kernel(RectangleKernel):
         # A row with a score of NaN or +inf has an lse of -inf, as one without keys,
         # whose output is 0. The merge would take it for that, and a backward would make
         # finite gradients of it.
-        if triton_takes(lse, out):
-            launch_mend(lse, out)
-        else:
-            lse.masked_fill_(torch.isneginf(lse) & out[..., 0].isnan(), torch.nan)
+        mend_(out, lse)
         return out, lse
 
     def rectangle_backward(self, call: Call, saved: Saved) -> Three:

@@ -17,6 +17,7 @@ import torch
 from quorum_attention.kernels.tensors import BLOCK_BYTES, Block, row_blocks
 from quorum_attention.kernels.triton_launch import (
     launch_add,
+    launch_mend,
     launch_merge,
     triton_takes,
 )
@@ -30,6 +31,17 @@ def empty_(out: torch.Tensor, lse: torch.Tensor) -> None:
     place."""
     out.zero_()
     lse.fill_(-torch.inf)
+
+
+def mend_(out: torch.Tensor, lse: torch.Tensor) -> None:
+    """Make ``lse`` (b, h, rows) NaN, in place, where it is -inf and the row of ``out``
+    (b, h, rows, dv) begins with NaN: as that of a row with a score of NaN or +inf, and
+    not of one without keys."""
+    if triton_takes(out, lse):
+        launch_mend(out, lse)
+        return
+    is_nan = torch.isneginf(lse) & out[..., 0].isnan()
+    lse.masked_fill_(is_nan, torch.nan)
 
 
 def merge_(

@@ -94,9 +94,8 @@ def launch_merge(
     )
 
 
-def launch_mend(lse: torch.Tensor, out: torch.Tensor) -> None:
-    """Make ``lse`` (b, h, rows) NaN, in place, where it is -inf and the row of ``out``
-    (b, h, rows, dv) is NaN."""
+def launch_mend(out: torch.Tensor, lse: torch.Tensor) -> None:
+    """Make ``lse`` NaN in rows of NaN; see ``merge.mend_``."""
     strides = (*lse.stride(), *out.stride()[:3])
     _launch("mend", (lse.unsqueeze(-1), out), strides)
 
