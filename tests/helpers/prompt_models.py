@@ -93,21 +93,28 @@ CHUNKED: dict[str, dict[str, Any]] = {
         **EIGHT,
     },
 }
-# Kinds that are given their prompts whole: chunks would know nothing of each other, or
-# tokens of those behind them.
+# Kinds that are given their prompts whole: tokens see those behind them.
 WHOLE: dict[str, dict[str, Any]] = {
     "bert": EIGHT,
     "big_bird": EIGHT,
-    "falcon_mamba": EIGHT,
-    "mamba": EIGHT,
     "megatron-bert": EIGHT,
-    "openai-gpt": OLD,
     # As in BigBird and RoFormer, its small weights hide that it reads both ways.
     "rembert": EIGHT,
     "roberta": {"max_position_embeddings": 160, **EIGHT},
     "roformer": EIGHT,
+}
+# Kinds that take no cache of keys and values.
+WITHOUT_CACHE: dict[str, dict[str, Any]] = {
+    "falcon_mamba": EIGHT,
+    "mamba": EIGHT,
+    "minimax": EXPERTS,
+    "openai-gpt": OLD,
     "rwkv": {"attention_hidden_size": 32, "context_length": 128},
 }
+FALCON_H1: dict[str, Any] = {
+    "mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8,
+    "mamba_n_groups": 1, "mamba_chunk_size": 16,
+}  # fmt: skip
 # Their attention has a name in some versions of Transformers, and none in others.
 NAMED_IN_SOME: dict[str, dict[str, Any]] = {
     "codegen": {**OLD, "rotary_dim": 8},

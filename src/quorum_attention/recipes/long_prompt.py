@@ -88,7 +88,8 @@ def long_prompt(
     Raises:
         ImportError: Transformers is not installed, or its version is not supported.
         TypeError, ValueError: an argument is wrong.
-        NotImplementedError: the weights cannot be kept in host memory.
+        NotImplementedError: the model has an encoder beside its decoder, or takes no
+            cache of keys and values; or its weights cannot be kept in host memory.
     """
     one_of(weights, "weights", WEIGHTS)
     if tile is not None:
@@ -132,10 +133,12 @@ def _change(model: Any, weights: str) -> ChangeSet:
     """Change a model, after undoing what an earlier call changed.
 
     Raises:
-        NotImplementedError: its weights cannot be kept in host memory.
+        NotImplementedError: it has an encoder, or does not take the cache; or its
+            weights cannot be kept in host memory.
     """
     from quorum_attention.recipes.prompt_runner import PromptRunner
 
+    _check_is_decoder(model)
     with changing(model, OWNER) as changes:
         device = model.device
         host_weights = None
@@ -160,6 +163,19 @@ def _change(model: Any, weights: str) -> ChangeSet:
     return changes
 
 
+def _check_is_decoder(model: Any) -> None:
+    """Refuse models whose cache has keys of an encoder, too.
+
+    Raises:
+        NotImplementedError: the model has an encoder beside its decoder.
+    """
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise NotImplementedError(
+            f"{type(model).__name__} has an encoder and a decoder, and long_prompt "
+            "runs models that are one decoder"
+        )
+
+
 def _choose_way(model: Any, changes: ChangeSet, forward: PromptForward) -> str | None:
     """Let a model's prompts run by layers if that is right, and return None. They run
     by chunks or whole otherwise, for the reason that is returned."""
@@ -177,6 +193,12 @@ def _choose_way(model: Any, changes: ChangeSet, forward: PromptForward) -> str |
         partial(_trial_cache, model, device),
         forward.weights,
     )
+    refusal = trial.why_no_cache()
+    if refusal is not None:
+        raise NotImplementedError(
+            f"{type(model).__name__} does not take the cache of a long prompt: "
+            f"{refusal}"
+        )
     name, _ = name_for(None)
     change = changes.make(model, QuorumAttention(name, "for prompts"))
     if not change.done:

@@ -15,13 +15,19 @@ from typing import Any
 import torch
 
 from quorum_attention.integrations.substitutes import substituting
+from quorum_attention.integrations.transformers.layer_kinds import layer_kind
 from quorum_attention.recipes.attention import agree
 from quorum_attention.recipes.attention_skips import AttentionWatch, skip_attention
 from quorum_attention.recipes.host_weights import HostWeights
 from quorum_attention.recipes.layer_calls import LayerCall, run_attention_module
 from quorum_attention.recipes.patching import unpatch_all
 from quorum_attention.recipes.prefill import LayeredModel, LayerwisePrefill
-from quorum_attention.recipes.prompt_inputs import PromptInputs, cache_name
+from quorum_attention.recipes.prompt_inputs import (
+    CACHE_NAMES,
+    PromptInputs,
+    cache_name,
+    takes_cache,
+)
 from quorum_attention.recipes.tile_storage import DeviceTiles
 from quorum_attention.recipes.trials import failure_words, some_ids, trying
 
@@ -65,6 +71,11 @@ class PromptTrial:
         """
         if not self.layers:
             return "it has no decoder layers that are known"
+        for layer in self.new_cache().layers:
+            # A layer runs twice for each tile, and would advance its state twice.
+            if layer_kind(layer) is None:
+                kind = type(layer).__name__
+                return f"a {kind} of its cache keeps more than keys and values"
         try:
             with trying(self.model):
                 layered = self._try()
@@ -94,6 +105,25 @@ class PromptTrial:
             unpatch_all(self.model, run_attention_module)
         results = self._run_layers(layered, prompt_ids, next_ids)
         return layered if agree(results, expected) else None
+
+    def why_no_cache(self) -> str | None:
+        """Return why the model cannot run with the cache that it would be given, or
+        None. A model that does not run without a cache either is not looked at."""
+        if not takes_cache(self.run_model):
+            newest, oldest = CACHE_NAMES
+            return f"its forward has no argument {newest} or {oldest}"
+        ids = some_ids(self.model, _NEXT_TOKENS)
+        with trying(self.model):
+            try:
+                self._run_model(ids, self.new_cache())
+                return None
+            except Exception as error:  # whatever the model says of the cache
+                reason = f"{type(error).__name__}: {error}"
+            try:
+                self.run_model(self.model, input_ids=ids, use_cache=False)
+            except Exception:  # not because of the cache
+                return None
+        return reason
 
     def try_chunks(self) -> str | None:
         """Run a prompt in two chunks through all layers, and compare with the model as

@@ -143,6 +143,12 @@ def cache_name(forward: Callable[..., Any]) -> str:
     return newer if newer in inspect.signature(forward).parameters else older
 
 
+def takes_cache(forward: Callable[..., Any]) -> bool:
+    """Whether a forward has an argument for a cache. One that takes any other keywords
+    too would be given a cache, and not use it."""
+    return not inspect.signature(forward).parameters.keys().isdisjoint(CACHE_NAMES)
+
+
 def cache_in(named: Mapping[str, Any]) -> Any:
     """Return the cache among a forward's arguments, or None if there is none."""
     return _first_given(named, CACHE_NAMES)

@@ -6,10 +6,8 @@ import hashlib
 import json
 from typing import Any
 
-from transformers.cache_utils import DynamicSlidingWindowLayer
-
 from quorum_attention.execution.device.lookup import on_host
-from quorum_attention.integrations.transformers.segmented_layer import SegmentedLayer
+from quorum_attention.integrations.transformers.layer_kinds import layer_kind
 from quorum_attention.integrations.transformers_private import CONFIG_NOTES
 from quorum_attention.long_prompts.places import CachePlaces, Place
 from quorum_attention.long_prompts.save import SavedLayer
@@ -57,15 +55,12 @@ def saved_layer(layer: Any) -> SavedLayer:
 
 
 def _kind_of(layer: Any) -> str:
-    if isinstance(layer, SegmentedLayer):
-        return "full"
-    if type(layer) is DynamicSlidingWindowLayer:
-        return "sliding"
-    if type(layer).__name__ == "DummyLayer":  # which older versions do not have
-        return "none"
-    raise NotImplementedError(
-        f"a cache with a {type(layer).__name__} cannot be saved or loaded"
-    )
+    kind = layer_kind(layer)
+    if kind is None:
+        raise NotImplementedError(
+            f"a cache with a {type(layer).__name__} cannot be saved or loaded"
+        )
+    return kind
 
 
 def restore_layer(layer: Any, saved: SavedLayer, places: CachePlaces) -> None:
