@@ -3,6 +3,7 @@ of a model keep."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,18 @@ import torch
 pytest.importorskip("transformers")
 
 from helpers.models import LINEAR_EXPERTS
-from helpers.prompt_models import CHUNKED, LAYERED, N_PROMPT, OLD, new_model, prompt
+from helpers.prompt_models import (
+    CHUNKED,
+    FALCON_H1,
+    LAYERED,
+    N_PROMPT,
+    OLD,
+    new_model,
+    prompt,
+)
 from transformers import DynamicCache
 
+from quorum_attention.cli import main
 from quorum_attention.integrations.transformers.segmented_layer import SegmentedLayer
 from quorum_attention.recipes import long_prompt
 from quorum_attention.recipes.cpu_rates import CpuRates, measure_cpu
@@ -75,10 +85,6 @@ HYBRIDS: dict[str, tuple[dict[str, Any], int]] = {
     "lfm2": ({"layer_types": ["conv", "full_attention"], "head_dim": None}, 1),
     "qwen3_next": ({**LINEAR_EXPERTS, **HALVES}, 1),
     "jamba": (KINDS["jamba"], 1),
-}  # fmt: skip
-FALCON_H1 = {
-    "mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8,
-    "mamba_n_groups": 1, "mamba_chunk_size": 16,
 }  # fmt: skip
 # Kinds that do not run without memory.
 BY_FORMULA = ("jetmoe",)
@@ -177,6 +183,32 @@ def test_what_an_estimate_leaves_out_is_said() -> None:
     plain = read_shape(new_model("qwen3", LAYERED["qwen3"]).config.to_dict())
     assert left_out_of_step(plain) == []
     assert "by a formula" in left_out_of_step(replace(plain, by_formula=True))[0]
+
+
+HOST_MEMORY = ["--memory", "1GiB", "--host-memory", "1GiB", "--device", "cuda"]
+STEP = ["--tokens", "64", *HOST_MEMORY]
+PROMPT = ["--prompt", "64", *HOST_MEMORY]
+
+
+@pytest.mark.parametrize("asked", [STEP, PROMPT], ids=["step", "prompt"])
+@pytest.mark.parametrize("kind", ["minimax", "qwen3"])
+def test_a_verdict_says_that_the_estimate_leaves_out_something(
+    kind: str, asked: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The command said "fits" below a warning that a step may take several times as
+    much."""
+    sizes = HYBRIDS[kind][0] if kind in HYBRIDS else LAYERED[kind]
+    new_model(kind, sizes).config.save_pretrained(tmp_path)
+    command = ["estimate", "--model", str(tmp_path), *asked]
+    assert main(command) == 0
+    words = capsys.readouterr().out
+    leaves_out = kind in HYBRIDS
+    assert ("without what is not estimated: fits in 1.00 GiB" in words) is leaves_out
+    assert ("\nfits in 1.00 GiB" in words) is not leaves_out
+    assert main([*command, "--json"]) == 0
+    estimate = json.loads(capsys.readouterr().out)
+    assert estimate["fits"] is (None if leaves_out else True)
+    assert bool(estimate["left_out"]) is leaves_out
 
 
 def test_only_layers_with_attention_keep_its_results_in_host_memory() -> None:

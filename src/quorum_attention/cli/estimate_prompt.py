@@ -10,7 +10,13 @@ import torch
 
 from quorum_attention.cli import masks
 from quorum_attention.cli import options as shared
-from quorum_attention.cli.host_memory import fits_words, host_limit, say_which_machine
+from quorum_attention.cli.host_memory import (
+    fits_words,
+    host_limit,
+    known_fits,
+    say_which_machine,
+    verdict_words,
+)
 from quorum_attention.cli.output import print_json, say, show_table
 from quorum_attention.execution.device.lookup import (
     GPU,
@@ -97,29 +103,34 @@ def run(options: argparse.Namespace) -> None:
     )
     if options.json:
         estimate = estimate_prompt(shape, request)
-        print_json({**estimate.to_dict(), "left_out": left_out_of_prompt(shape)})
+        print_json(
+            {
+                **estimate.to_dict(),
+                "fits": known_fits(shape, estimate.fits),
+                "left_out": left_out_of_prompt(shape),
+            }
+        )
         return
     say_which_machine(options, request.device)
     for sentence in left_out_of_prompt(shape):
         say(sentence)
     if not weights_fit(shape, request):
-        say(_longest_words(options, shape, request))
+        say(verdict_words(shape, _longest_words(options, shape, request)))
         return
     estimate = estimate_prompt(shape, request)
     _show(shape, request, estimate)
     device_bytes = format_bytes(request.device_memory)
     if estimate.fits:
-        say(
-            fits_words(
-                options,
-                f"{device_bytes} of the device",
-                max(0, request.device_memory - estimate.total("device")),
-                estimate.total("host"),
-                request.host_memory or 0,
-            )
+        verdict = fits_words(
+            options,
+            f"{device_bytes} of the device",
+            max(0, request.device_memory - estimate.total("device")),
+            estimate.total("host"),
+            request.host_memory or 0,
         )
     else:
-        say(_longest_words(options, shape, request))
+        verdict = _longest_words(options, shape, request)
+    say(verdict_words(shape, verdict))
     say(estimate.advice)
 
 
@@ -145,8 +156,13 @@ def _show(shape: ModelShape, request: PromptRequest, estimate: PromptEstimate) -
     if not estimate.fits:
         return
     machine = " (on an H200)" if request.device == GPU else " (on this machine's CPU)"
-    say(f"prefill: {format_seconds(estimate.prefill_seconds)}{machine}")
-    say(f"each further token: {format_seconds(estimate.token_seconds)}{machine}")
+    seconds = {
+        "prefill": estimate.prefill_seconds,
+        "each further token": estimate.token_seconds,
+    }
+    for name, time in seconds.items():
+        words = f"{name}: {format_seconds(time)}{machine}"
+        say(verdict_words(shape, words))
     if request.device != GPU and not _is_calibrated(shape, request):
         say(
             "attention's part of the prefill has the rates of a server's CPU: "

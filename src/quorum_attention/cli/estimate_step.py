@@ -13,7 +13,9 @@ from quorum_attention.cli.host_memory import (
     fits_words,
     host_limit,
     host_words,
+    known_fits,
     say_which_machine,
+    verdict_words,
 )
 from quorum_attention.cli.output import print_json, say, show_table
 from quorum_attention.execution.device.lookup import best_device, named_device
@@ -102,7 +104,7 @@ def run(options: argparse.Namespace) -> None:
             {
                 "model": asdict(shape),
                 "memory_bytes": options.memory,
-                "fits": fits,
+                "fits": known_fits(shape, fits),
                 "host_memory_bytes": host,
                 "host_suffices": needs.host_bytes <= host,
                 "longest_tokens": longest,
@@ -116,9 +118,10 @@ def run(options: argparse.Namespace) -> None:
         say(sentence)
     _show(options, shape, needs, training.device)
     if fits is None:
-        say(_all_on_words(options, needs, host))
+        say(verdict_words(shape, _all_on_words(options, needs, host)))
         return
-    for sentence in _advice(options, needs, fits, host, longest):
+    verdict, *advice = _advice(options, needs, fits, host, longest)
+    for sentence in (verdict_words(shape, verdict), *advice):
         say(sentence)
 
 

@@ -6,6 +6,8 @@ import argparse
 
 from quorum_attention.cli.output import say
 from quorum_attention.execution.device.lookup import GPU
+from quorum_attention.recipes.left_out import may_leave_out
+from quorum_attention.recipes.model_shape import ModelShape
 from quorum_attention.recipes.offload import host_room, page_locked_share
 from quorum_attention.units import format_bytes
 
@@ -41,6 +43,20 @@ def fits_words(
     if not needed:
         return words
     return f"{words}; {host_words(options, needed, limit)}"
+
+
+def verdict_words(shape: ModelShape, verdict: str) -> str:
+    """Say a verdict on an estimate, and on what it is if the estimate may leave out
+    parts of the model."""
+    if may_leave_out(shape):
+        return f"without what is not estimated: {verdict}"
+    return verdict
+
+
+def known_fits(shape: ModelShape, fits: bool | None) -> bool | None:
+    """Return whether a model fits, or None if that is unknown: its estimate fits, and
+    may leave out parts of the model."""
+    return None if fits and may_leave_out(shape) else fits
 
 
 def say_which_machine(options: argparse.Namespace, device: str) -> None:

@@ -6,6 +6,12 @@ from quorum_attention.recipes.model_shape import ModelShape
 from quorum_attention.units import counted
 
 
+def may_leave_out(shape: ModelShape) -> bool:
+    """Whether parts of a model may be missing in its estimates: that these fit does not
+    say that the model does."""
+    return shape.by_formula or _n_other_layers(shape) > 0
+
+
 def left_out_of_step(shape: ModelShape) -> list[str]:
     """Say what the estimate of a training step leaves out; nothing if it leaves out
     nothing."""
@@ -32,9 +38,9 @@ def left_out_of_prompt(shape: ModelShape) -> list[str]:
     if _n_other_layers(shape):
         sentences.append(
             f"not estimated: {_other_layers(shape)}. Where long_prompt cannot compute "
-            "such a model layer by layer, it computes it in chunks or whole. What "
-            "these layers compute with, and how long, is not counted: a prompt may "
-            "take several times as much working memory and time"
+            "such a model layer by layer, it computes it in chunks or whole, or "
+            "refuses it. What these layers compute with, and how long, is not counted: "
+            "a prompt may take several times as much working memory and time"
         )
     return sentences
 
