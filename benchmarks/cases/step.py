@@ -578,10 +578,8 @@ def run(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     if options.ranks > 1:
         yield on_ranks(long, options)
         return
-    for name, part in PARTS.items():
-        if name not in options.only.split(","):
-            continue
-        rows = part(options)
+    for name in options.only.split(","):
+        rows = PARTS[name](options)
         yield rows
         free_memory(options.device)
         if name == "longest" and options.plot:

@@ -234,6 +234,35 @@ def test_what_waits_is_said_in_order_and_only_when_it_has_happened() -> None:
     assert said == [("first", ["first"]), ("second", ["first", "second"])]
 
 
+def test_heads_are_said_before_the_pass_ends_also_through_buffers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The buffers always hold the results of the last units: all heads were said at the
+    end, so a lost worker's part was computed again as a whole."""
+    stand_in(monkeypatch)
+    n_said_early: list[int] = []
+    n_said = 0
+    finish = CudaMover.finish
+
+    def add(self: Watched, group: Group) -> None:
+        nonlocal n_said
+        n_said += 1
+
+    def count(self: CudaMover, *, wait: bool) -> None:
+        n_said_early.append(n_said)
+        finish(self, wait=wait)
+
+    monkeypatch.setattr(Watched, "on_stored", add)
+    monkeypatch.setattr(CudaMover, "finish", count)
+    given = inputs(90, heads=6)
+    plans = drawn_plans(random.Random(1), given, "cpu", is_causal=True, streams=False)
+    options = [CallOptions(devices=HOST, plan=plan) for plan in plans]
+    run_both(given, (options[0], options[1]), LateCuda(), is_causal=True)
+    assert n_said == 12
+    assert n_said_early[0] >= 4
+    assert n_said_early[-1] >= 10
+
+
 def test_a_late_device_finds_a_mover_that_does_not_wait() -> None:
     """The tests above would see it."""
 
@@ -258,7 +287,7 @@ def test_buffers_find_a_mover_that_forgets_them(
 ) -> None:
     """A result that waits in a buffer has left the device, and is not in its place."""
     stand_in(monkeypatch, buffer_bytes=1 << 16)
-    monkeypatch.setattr(CudaMover, "_has_unwritten", lambda self: False)
+    monkeypatch.setattr(CudaMover, "_write_results", lambda self: None)
     given = inputs(60, heads=4)
     plans = drawn_plans(random.Random(1), given, "cpu", is_causal=True, streams=False)
     plans = [replace(plan) for plan in plans]

@@ -96,13 +96,13 @@ class CudaMover(Mover):
     def finish(self, *, wait: bool) -> None:
         """See ``Mover.finish``; with ``wait`` what is stored has arrived."""
         super().finish(wait=wait)
-        if wait and self._staging is not None:
-            self._staging.finish()
-            self._notify(wait=True)
+        if wait:
+            self._write_results()
 
-    def _has_unwritten(self) -> bool:
-        """See ``Mover._has_unwritten``."""
-        return self._staging is not None and self._staging.has_unwritten
+    def _write_results(self) -> None:
+        """See ``Mover._write_results``."""
+        if self._staging is not None:
+            self._staging.finish()
 
     def release(self, tensors: Iterable[torch.Tensor]) -> None:
         """See ``Mover.release``; they are unlocked when the copies have been made."""

@@ -135,6 +135,7 @@ class Mover:
     def store_stage(self, slot: int) -> AbstractContextManager[None]:
         """A context for storing the unit in ``slot``; it comes after the unit's
         compute."""
+        self._notify(wait=False)
         return self._stage(
             self.down,
             [self._computed[slot]],
@@ -219,7 +220,7 @@ class Mover:
 
     def when_stored(self, notify: Callable[[], None]) -> None:
         """Call ``notify`` once the results of all store stages so far are in their
-        place: now, at a later call of this, or in ``finish``.
+        place: at a later store stage, or in ``finish``.
 
         A copy that was issued has not been made yet, and may wait in a buffer after it
         was made. A host that runs ahead of the device comes to know of copies in
@@ -228,7 +229,6 @@ class Mover:
         stored = self._event()
         stored.record(self.down)
         self._notices.append((stored, notify))
-        self._notify(wait=False)
 
     def _notify(self, *, wait: bool) -> None:
         """Make the calls whose stores have been made; with ``wait`` hold the host until
@@ -237,14 +237,15 @@ class Mover:
             stored, notify = self._notices[0]
             if wait:
                 stored.synchronize()
-            if not stored.query() or self._has_unwritten():
+            if not stored.query():
                 return
+            self._write_results()
             self._notices.popleft()
             notify()
 
-    def _has_unwritten(self) -> bool:
-        """Whether any result has left the device and is not in its place yet."""
-        return False
+    def _write_results(self) -> None:
+        """Write the results that have left the device, and wait in buffers, to their
+        place. The host waits for the store stages so far."""
 
 
 def rows_in_slot(slot: torch.Tensor, piece: Rows) -> torch.Tensor:

@@ -228,13 +228,8 @@ class Staging:
         buffer.record(stream)
         self._last_used = None
 
-    @property
-    def has_unwritten(self) -> bool:
-        """Whether anything that was noted is still to be written."""
-        return any(buffer.writes for buffer in self._down_ring)
-
     def finish(self) -> None:
-        """Write all that is left, after the last stage."""
+        """Write all that earlier stages have yet to write."""
         for buffer in self._down_oldest_first():
             self._write(buffer)
 
