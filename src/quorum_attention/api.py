@@ -95,7 +95,7 @@ def attention(
             whole budget. So has each of several devices; a list gives each device its
             own.
         plan: from ``quorum_attention.plan``. The forward runs this plan. The backward
-            takes its kernel and levels.
+            takes its kernel, and its levels unless rows stream by.
         depth: levels of cutting; 0 is the uncut call. If a depth is given, a call that
             runs out of memory raises, and is not recovered.
         kernel: name of a registered kernel (``quorum_attention.kernels()``) or an

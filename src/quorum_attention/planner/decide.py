@@ -16,6 +16,7 @@ from quorum_attention.errors import BudgetError
 from quorum_attention.execution.device.lookup import backend_of
 from quorum_attention.execution.pass_spec import spec_of
 from quorum_attention.execution.problem import Placement, Problem
+from quorum_attention.execution.routes.streaming import Streaming
 from quorum_attention.kernels.call_shape import CallShape
 from quorum_attention.kernels.protocol import InnerKernel
 from quorum_attention.kernels.select import (
@@ -236,6 +237,10 @@ def _constraints(options: PlannerOptions) -> PlanConstraints:
     )
     if options.plan is None:
         return constraints
+    if isinstance(options.plan.schedule.route, Streaming):
+        # Its levels are of tasks that take over if memory runs out: they say nothing
+        # about a good plan of the other pass, which the budget alone restricts.
+        return replace(constraints, enforce_budget=True)
     decomposition = options.plan.decomposition
     return replace(
         constraints,

@@ -35,7 +35,8 @@ class PlannerOptions:
         kernel: "auto", the name of a registered kernel, or a kernel.
         budget_bytes: device bytes that a pass may take; None: what is free when it
             begins.
-        plan: the plan of one of the two passes; the other pass gets its levels.
+        plan: the plan of one of the two passes; the other pass gets its levels,
+            unless they are those of tasks that take over from streaming.
         depth: number of levels; 0 is the monolithic call.
         accumulator: where unfinished rows are kept between tasks.
         watched: whether a report or progress is asked for.

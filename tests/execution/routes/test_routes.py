@@ -146,6 +146,29 @@ def test_every_pair_of_chunk_and_block_is_one_unit() -> None:
     assert (report.forward.accumulator, report.backward.accumulator) == ("none", "host")
 
 
+def test_the_backward_of_a_plan_that_streams_is_planned_freely() -> None:
+    """It got the levels of the tasks that take over from streaming: twice the time."""
+    given, report = inputs(101, dtype=torch.float64, **SIZES), qa.Report()
+    three = [tensor.requires_grad_() for tensor in given.three]
+    made = plan(101, 32, 20, backward=False, dtype=torch.float64)
+    with FakeDevice():
+        out = qa.attention(
+            *three,
+            is_causal=True,
+            enable_gqa=True,
+            devices="cpu",
+            plan=made,
+            report=report,
+        )
+        out.backward(given.grad_out)
+    assert report.forward is not None
+    assert report.backward is not None
+    assert report.forward.levels == (7,)
+    assert report.backward.levels == ()
+    grads = exact(given, is_causal=True, gradients=True).grads
+    assert_close([t.grad for t in three], grads, GRADIENT_TOLERANCE[torch.float64])
+
+
 @pytest.mark.parametrize("backward", [False, True])
 def test_a_second_slot_hides_the_copies_of_chunks(backward: bool) -> None:
     """By the made-up clock."""
