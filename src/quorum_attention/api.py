@@ -78,12 +78,13 @@ def attention(
             draws one from torch's CPU generator in each call with dropout; the report
             has it.
         out: preallocated result (..., heads, n_queries, value_dim) of any dtype, on the
-            device, in host memory or mapped. It must not overlap itself or the inputs,
-            and must be writable (this cannot be checked for ``torch.frombuffer`` of
-            bytes). If gradients are recorded, the call returns another tensor over the
-            same memory, which carries the graph. ``out`` can be given to another call
-            after the backward. If it is given earlier, the backward raises torch's
-            error about a changed tensor.
+            device, in host memory or mapped. It must not overlap itself, the inputs,
+            or tensors that the mask or a function reads, and must be writable (this
+            cannot be checked for ``torch.frombuffer`` of bytes). If gradients are
+            recorded, the call returns another tensor over the same memory, which
+            carries the graph. ``out`` can be given to another call after the backward.
+            If it is given earlier, the backward raises torch's error about a changed
+            tensor.
         out_dtype: dtype of the result; None is the query's. Merging is always in fp32
             (fp64 for fp64 inputs). With torch.float32 the merged result is not rounded
             again.

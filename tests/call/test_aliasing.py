@@ -109,6 +109,25 @@ def test_a_result_over_a_mask_or_over_itself_is_refused() -> None:
         call_with(out=room.as_strided(SHAPE, (640, 320, 4, 1)))
 
 
+@pytest.mark.parametrize("read_by", ["sinks", "function"])
+def test_a_result_over_what_else_a_mask_reads_is_refused(read_by: str) -> None:
+    """Sinks and the tensors of a function are read again after a part is stored. Cut
+    calls had wrong results, without an error."""
+    room = torch.randn(SHAPE)
+    mask = qa.Mask(sinks=room.flatten()[9 : 9 + H])
+    if read_by == "function":
+        mask = qa.Mask(keeps=lambda b, h, q, k: room[0, h, q, k % D] > 0)
+    says = "must not share memory with (Mask.sinks|tensor 1 that kernel)"
+    with pytest.raises(ValueError, match=f"out {says}"):
+        call_with(attn_mask=mask, out=room, depth=1)
+    change = {
+        "attn_mask": mask,
+        "grads": (room, torch.zeros(SHAPE), torch.zeros(SHAPE)),
+    }
+    with pytest.raises(ValueError, match=rf"grads\[0\] {says}"):
+        backward_with(lambda tensors, grads: change)
+
+
 def backward_with(change) -> None:
     plain = inputs(N, heads=H, head_dim=D)
     out, lse = qa.attention_with_lse(*plain.three)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from quorum_attention.argument_checks import shown, switch
-from quorum_attention.call.request import Request
+from quorum_attention.call.request import Request, tensors_by_name
 from quorum_attention.call.transformations import refuse_transforms
 from quorum_attention.call.validation import (
     Tensors,
@@ -69,8 +69,7 @@ def check_backward_inputs(
     if not results:
         return checked
     results = _checked_results(tensors, results)
-    query, key, value, bias = tensors[:4]
-    inputs = {"query": query, "key": key, "value": value, "attn_mask": bias}
+    inputs = tensors_by_name(tensors, request.options.kernel)
     check_no_overlap(results, {**inputs, **upstream})
     if backward_inputs.grads is not None:
         grad_query, grad_key, grad_value = (results[name] for name in _GRADS)

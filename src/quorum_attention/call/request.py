@@ -20,7 +20,13 @@ from quorum_attention.call.transformations import (
     refuse_derivative,
     refuse_learned,
 )
-from quorum_attention.call.validation import Tensors, check_plan, check_tensors
+from quorum_attention.call.validation import (
+    Tensors,
+    check_no_overlap,
+    check_plan,
+    check_tensors,
+    has_dense_memory,
+)
 from quorum_attention.execution.bias import bias_shape
 from quorum_attention.execution.job import OnStored
 from quorum_attention.execution.problem import Problem
@@ -193,6 +199,8 @@ def request_of(
     if kernel != "auto":
         kernel = _resolved_kernel(kernel, tensors, device)
         options = replace(options, kernel=kernel)
+    if out is not None:
+        check_no_overlap({"out": out}, tensors_by_name(tensors, kernel))
     if options.plan is not None:
         check_plan(options.plan, shape)
     seed = arguments.dropout_seed
@@ -215,6 +223,28 @@ def request_of(
         dropout=dropout,
     )
     return tensors, request
+
+
+def tensors_by_name(
+    tensors: Tensors, kernel: str | InnerKernel
+) -> dict[str, torch.Tensor | None]:
+    """Return the tensors that a call reads, by name, with those that users' functions
+    read."""
+    query, key, value, bias, sinks, _ = tensors
+    by_name = {
+        "query": query,
+        "key": key,
+        "value": value,
+        "attn_mask": bias,
+        "Mask.sinks": sinks,
+    }
+    if kernel == "auto":
+        return by_name
+    kernel = get_kernel(kernel)
+    for number, tensor in enumerate(kernel.captured(), start=1):
+        if has_dense_memory(tensor):
+            by_name[f"tensor {number} that kernel {kernel.name!r} reads"] = tensor
+    return by_name
 
 
 def _with_vmapped_seed(tensors: Tensors, seed: int | None) -> Tensors:

@@ -139,18 +139,15 @@ def _checked_out(
     result = as_tensor(out, "out", for_writing=True)
     if without_heads and result.dim() == 2:
         result = result.unsqueeze(0)
-    query, key, value, bias = tensors[:4]
-    shape = (*query.shape[:-1], value.shape[-1])
+    shape = (*tensors.query.shape[:-1], tensors.value.shape[-1])
     check_tensor(
         result,
         shape,
         "out",
-        query.device,
+        tensors.query.device,
         out_dtype,
         for_writing=True,
     )
-    inputs = {"query": query, "key": key, "value": value, "attn_mask": bias}
-    check_no_overlap({"out": result}, inputs)
     return result
 
 
@@ -231,6 +228,13 @@ def _stands_for_others(tensor: torch.Tensor) -> bool:
         return tensor.data_ptr() == 0 and not tensor.is_meta
     except RuntimeError:
         return True
+
+
+def has_dense_memory(tensor: torch.Tensor) -> bool:
+    """Tell whether a tensor of any kind is dense and has memory of its own."""
+    if tensor.layout != torch.strided or tensor.is_nested:
+        return False
+    return not _stands_for_others(tensor)
 
 
 def is_causal_bias(attn_mask: Any) -> bool:
