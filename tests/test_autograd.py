@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -102,6 +103,34 @@ def test_hooks_on_saved_tensors_see_all_that_is_read() -> None:
     mask.zero_()
     out.backward(plain.grad_out)  # of the copies
     assert_close((leaf.grad for leaf in given.three), reference.grads, 5e-5)
+
+
+def columns_first(tensor: torch.Tensor) -> torch.Tensor:
+    """The same numbers, columns by columns where there are such."""
+    return tensor.mT.contiguous().mT if tensor.dim() > 1 else tensor
+
+
+@pytest.mark.parametrize("how", ["hooks", "data"])
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_backward_like_an_earlier_one_reads_inputs_as_they_lie_now(
+    how: str, masked: bool
+) -> None:
+    """Inputs that a hook hands back, or whose ``.data`` was replaced, may lie in another
+    way. A cached backward read them as those of the forward, and was wrong."""
+    plain = inputs(60)
+    mask = torch.randn(60, 60) if masked else None
+    reference = exact(plain, mask=mask, gradients=True)
+    hooks = (columns_first, lambda tensor: tensor)
+    for is_changed in (False, True, True, False):
+        given = leaves(plain)
+        in_hooks = torch.autograd.graph.saved_tensors_hooks(*hooks)
+        with in_hooks if is_changed and how == "hooks" else nullcontext():
+            out = qa.attention(*given.three, mask)
+        if is_changed and how == "data":
+            for leaf in given.three:
+                leaf.data = columns_first(leaf.data)
+        out.backward(plain.grad_out)
+        assert_close((leaf.grad for leaf in given.three), reference.grads, 5e-5)
 
 
 @pytest.mark.parametrize("what", ["out", "mask", "lse"])

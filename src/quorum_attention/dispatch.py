@@ -43,7 +43,7 @@ from quorum_attention.kernels.torch_private import (
 )
 from quorum_attention.mask import Mask
 from quorum_attention.operator import as_operator
-from quorum_attention.passes.one_call import run_cached_call
+from quorum_attention.passes.one_call import run_cached_call, strides_key
 from quorum_attention.planner.calibration import rates_known
 
 # By names of this file: to look them up in torch would take longer than the shortest
@@ -292,11 +292,7 @@ def _layout_key(tensor: torch.Tensor, *, rows_vary: bool = False) -> Hashable:
         return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
     batch, heads, rows, dim = tensor.shape
     rounded_rows = (rows - 1).bit_length()
-    strides: Hashable = True
-    if not tensor.is_contiguous():
-        # A batch of one has a stride that means nothing, and grows where rows lie
-        # before heads.
-        strides = tensor.stride()[1:] if batch == 1 else tensor.stride()
+    strides = strides_key(tensor)
     return batch, heads, rounded_rows, dim, strides, tensor.dtype, tensor.device
 
 

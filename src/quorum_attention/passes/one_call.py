@@ -15,6 +15,7 @@ from quorum_attention.call.backward_inputs import BackwardInputs
 from quorum_attention.call.request import Request
 from quorum_attention.call.validation import Tensors
 from quorum_attention.errors import is_out_of_memory
+from quorum_attention.execution.device.lookup import backend_of
 from quorum_attention.execution.problem import Problem
 from quorum_attention.execution.routes.whole import (
     Whole,
@@ -50,7 +51,7 @@ def run_cached_call(
     """
     if not request.decisions:
         return None
-    key = _pass_key(request, backward_inputs)
+    key = _pass_key(tensors, request, backward_inputs)
     problem = request.decisions.get(key)
     if problem is None:
         return None
@@ -70,12 +71,15 @@ def run_cached_call(
 
 
 def cache_call(
-    request: Request, backward_inputs: BackwardInputs | None, decision: Decision
+    tensors: Tensors,
+    request: Request,
+    backward_inputs: BackwardInputs | None,
+    decision: Decision,
 ) -> None:
     """Cache a decision for one kernel call, if the request serves later calls too and
     none of them had to be planned."""
     if request.decisions is not None and is_single_kernel_call(decision, request):
-        key = _pass_key(request, backward_inputs)
+        key = _pass_key(tensors, request, backward_inputs)
         request.decisions.setdefault(key, decision.problem)
 
 
@@ -207,20 +211,40 @@ def _rounded(part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return part if part.dtype == dtype else part.to(dtype)
 
 
-def _pass_key(request: Request, backward_inputs: BackwardInputs | None) -> Hashable:
+def _pass_key(
+    tensors: Tensors, request: Request, backward_inputs: BackwardInputs | None
+) -> Hashable:
     """Return the key of a pass: everything that differs between passes of one
-    request."""
+    request.
+
+    A backward may get its inputs in another layout than the forward had: from a hook on
+    saved tensors, or if their ``.data`` was replaced.
+    """
     if backward_inputs is None:
         return None
+    inputs = (tensors.query, tensors.key, tensors.value)
+    word_bytes = backend_of(tensors.query.device).word_bytes
     deterministic = torch._C._get_deterministic_algorithms()
     wants_mask_grad = backward_inputs.grad_mask is not False
     return (
+        *[strides_key(tensor) for tensor in inputs],
+        *[tensor.data_ptr() % word_bytes for tensor in inputs],
         request.shape.columns,
         wants_mask_grad,
         deterministic,
         registrations(request.options.device),
         torch.get_num_threads(),
     )
+
+
+def strides_key(tensor: torch.Tensor) -> Hashable:
+    """Return the strides of a tensor (batch, heads, rows, dim), as far as they say how
+    its rows lie; True: it is contiguous."""
+    if tensor.is_contiguous():
+        return True
+    # A batch of one has a stride that means nothing, and grows where rows lie before
+    # heads.
+    return tensor.stride()[1:] if tensor.shape[0] == 1 else tensor.stride()
 
 
 def gives_mask_grad(

@@ -42,7 +42,7 @@ def run_decision(
     Returns:
         The results, in the order of their states.
     """
-    cache_call(request, backward_inputs, decision)
+    cache_call(tensors, request, backward_inputs, decision)
     results = None
     if decision.plan is None:
         results, report = _run_single_call(
@@ -84,7 +84,7 @@ def run_with_mask_grad(
     """
     if not gives_mask_grad(decision, request, backward_inputs):
         return None
-    cache_call(request, backward_inputs, decision)
+    cache_call(tensors, request, backward_inputs, decision)
     results, report = _run_single_call(tensors, request, decision, {}, backward_inputs)
     if results is None:
         return None
