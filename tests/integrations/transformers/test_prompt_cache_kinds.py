@@ -71,6 +71,14 @@ KINDS: dict[str, dict[str, Any]] = {
     "deepseek_v3": {**LATENT, "q_lora_rank": 16},
     "ernie4_5": {},
     "exaone4": {"sliding_window": 9},
+    "falcon_h1": {
+        "mamba_d_ssm": 32,
+        "mamba_n_heads": 4,
+        "mamba_d_head": 8,
+        "mamba_d_state": 8,
+        "mamba_n_groups": 1,
+        "mamba_chunk_size": 16,
+    },
     "gemma": {},
     "gemma3n_text": {
         **MIXED,
@@ -201,6 +209,40 @@ def test_results_are_those_of_the_plain_cache(kind: str, tmp_path: Path) -> None
     for device_memory in (None, 9000, 0):
         cache = PromptCache(model.config, device_memory=device_memory, folder=tmp_path)
         assert_same(generate(model, ids, past_key_values=cache), expected)
+
+
+def repeat_entries(cache: PromptCache) -> list[int]:
+    cache.batch_repeat_interleave(2)
+    return [0, 0, 1, 1]
+
+
+def swap_entries(cache: PromptCache) -> list[int]:
+    cache.batch_select_indices(torch.tensor([1, 0]))
+    return [1, 0]
+
+
+def keep_last_entry(cache: PromptCache) -> list[int]:
+    cache.batch_select_indices(torch.tensor([False, True]))
+    return [1]
+
+
+@pytest.mark.parametrize("change", [repeat_entries, swap_entries, keep_last_entry])
+@pytest.mark.parametrize("kind", ["falcon_h1", "qwen3_next"])
+def test_entries_of_layers_with_states(kind: str, change: Any) -> None:
+    """States of a recurrence stayed in the order that they had, beside keys in another
+    one (Falcon-H1), or their layer had no such method (Qwen3-Next)."""
+    skip_if_unknown(kind)
+    torch.manual_seed(0)
+    model = model_of(kind)
+    ids = torch.randint(3, 96, (2, 33))
+    cache = PromptCache(model.config)
+    change(cache)  # there is nothing to change yet
+    with torch.no_grad():
+        expected = model(ids, use_cache=False).logits[:, 30:]
+        model(ids[:, :30], past_key_values=cache)
+        entries = change(cache)
+        logits = model(ids[entries, 30:], past_key_values=cache).logits
+    torch.testing.assert_close(logits, expected[entries], rtol=1e-4, atol=1e-4)
 
 
 def test_an_encoder_and_a_decoder(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from quorum_attention.integrations.substitutes import substitutes
+from quorum_attention.integrations.transformers.batch_entries import change_layer
 from quorum_attention.integrations.transformers.saved_layers import (
     fingerprint,
     restore_layer,
@@ -256,8 +257,10 @@ class PromptCache(DynamicCache):  # type: ignore[misc]
         n_changed = 0
         try:
             for layer in sorted(self.layers, key=_is_segmented):
-                chosen = in_segments if _is_segmented(layer) else argument
-                getattr(layer, method)(chosen)
+                if _is_segmented(layer):
+                    getattr(layer, method)(in_segments)
+                else:
+                    change_layer(layer, method, argument)
                 n_changed += 1
         except BaseException as error:
             if n_changed > 0 or not isinstance(error, Exception):
