@@ -36,7 +36,9 @@ from helpers.prompt_models import (
 from quorum_attention.decomposition.intervals import Interval
 from quorum_attention.integrations.transformers.prompt_cache import PromptCache
 from quorum_attention.recipes import long_prompt, undo_long_prompt
+from quorum_attention.recipes.changes import changes_by
 from quorum_attention.recipes.layer_calls import decoder_layers
+from quorum_attention.recipes.prompt_changes import OWNER, prompt_forward_in
 from quorum_attention.recipes.prompt_inputs import cache_in, cache_name, without_cache
 from quorum_attention.recipes.tile_storage import (
     DeviceTiles,
@@ -343,6 +345,31 @@ def test_undo_leaves_the_model_as_it_was() -> None:
     assert [type(module) for module in model.modules()] == classes
     assert model.config._attn_implementation == "eager"
     undo_long_prompt(model)
+
+
+def test_another_call_changes_what_was_changed_back() -> None:
+    """A model that was given another attention after ``long_prompt`` refused its
+    prompts, also after another ``long_prompt``."""
+    model = new_model("llama", {})
+    expected = generated(copy.deepcopy(model), prompt())
+    long_prompt(model, tile=TILE)
+    model.set_attn_implementation("sdpa")
+    cache = long_prompt(model, tile=TILE)
+    assert_same(generated(model, prompt(), past_key_values=cache), expected)
+    assert runner_of(model).layered is not None
+    undo_long_prompt(model)
+    assert_same(generated(model, prompt()), expected)
+
+
+def test_a_model_that_moved_has_lost_its_change() -> None:
+    """Another call left the cache and the tiles on the device that the model had."""
+    model = new_model("llama", {})
+    long_prompt(model, tile=TILE)
+    changes = changes_by(model, OWNER)
+    assert changes is not None
+    assert changes.hold(model)
+    model.to("meta")
+    assert prompt_forward_in(changes).why_lost(model) is not None
 
 
 def test_logits_of_all_tokens_if_they_are_asked_for() -> None:

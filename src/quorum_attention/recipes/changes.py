@@ -110,6 +110,10 @@ class ChangeSet:
         self.pieces.append(piece)
         return Change(piece.name, True, how, piece.checked)
 
+    def hold(self, model: Any) -> bool:
+        """Whether all changes hold."""
+        return all(piece.why_lost(model) is None for piece in self.pieces)
+
     def warn_if_lost(self, model: Any) -> None:
         """Warn once of each change that does not hold any more."""
         for piece in self.pieces:

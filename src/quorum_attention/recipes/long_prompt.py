@@ -101,7 +101,7 @@ def long_prompt(
         host_memory = parse_memory(host_memory, "host_memory", or_zero=True)
     base = base_model(model)
     changes = changes_by(base, OWNER)
-    if changes is None or _keeps_weights(changes) != weights:
+    if changes is None or _keeps_weights(changes) != weights or not changes.hold(base):
         changes = _change(base, weights)
     forward = prompt_forward_in(changes)
     runner = forward.runner

@@ -98,9 +98,12 @@ class PromptForward(ModelPiece):
         return "some tokens at a time"
 
     def why_lost(self, model: Any) -> str | None:
-        """Look for other forwards of the model and its layers."""
+        """Look for other forwards of the model and its layers, and for its device."""
         if not runs(model, _run_model):
             return "the model got another forward"
+        device = self.runner.device
+        if self.weights is None and model.device != device:
+            return f"the model is on {model.device}, and was on {device}"
         layers = decoder_layers(model)
         n_others = sum(not runs(layer, run_layer) for layer in layers)
         if not n_others:
