@@ -3,6 +3,7 @@ refused."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -77,20 +78,9 @@ def refuse_learned(
         NotImplementedError: a function of ``kernel`` reads a tensor that requires a
             gradient or has a tangent, or one of a transformation that is under way.
     """
-    inputs = (query, key, value)
-    if not kernel.called_back() or not all(tensor.numel() for tensor in inputs):
+    results = results_for_few_pairs(kernel, query, key, value, device)
+    if not results:
         return
-    if capturing(device):
-        return  # in a CUDA graph no copy from the host can be captured
-    with no_torch_modes():
-        rows = [_few_rows(tensor, device) for tensor in inputs]
-        indices = _few_indices(query, key, device)
-    results = kernel.results_of_functions(
-        rows[0],
-        rows[1],
-        rows[2],
-        indices,
-    )
     captures_wrapper = any(
         map(torch._C._functorch.is_functorch_wrapped_tensor, kernel.captured())
     )
@@ -101,6 +91,37 @@ def refuse_learned(
             "transformation: give it tensor.detach() from outside of the "
             "transformation, or make what it adds to the scores an attn_mask"
         )
+
+
+def results_for_few_pairs(
+    kernel: InnerKernel,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    device: torch.device,
+) -> Sequence[torch.Tensor]:
+    """Call the users' functions of a kernel for a few pairs, as passes call them.
+
+    Returns:
+        Their results; none of a call without pairs, and while a CUDA graph is captured.
+
+    Raises:
+        TypeError: a function returns no bools where it must.
+    """
+    inputs = (query, key, value)
+    if not kernel.called_back() or not all(tensor.numel() for tensor in inputs):
+        return ()
+    if capturing(device):
+        return ()  # in a CUDA graph no copy from the host can be captured
+    with no_torch_modes():
+        rows = [_few_rows(tensor, device) for tensor in inputs]
+        indices = _few_indices(query, key, device)
+    return kernel.results_of_functions(
+        rows[0],
+        rows[1],
+        rows[2],
+        indices,
+    )
 
 
 def _few_rows(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -11,7 +11,11 @@ from typing import Any
 import torch
 
 from quorum_attention.kernels.call_shape import CallShape, Extent
-from quorum_attention.kernels.masked.pair_functions import MaskMod, ScoreMod
+from quorum_attention.kernels.masked.pair_functions import (
+    MaskMod,
+    ScoreMod,
+    boolean,
+)
 from quorum_attention.kernels.protocol import Kernel
 from quorum_attention.kernels.score_tiles import PLAIN, QueryBlock, ScoreTransform
 from quorum_attention.kernels.task_tensors import Indices
@@ -40,7 +44,7 @@ class UserModKernel(Kernel):
     ) -> list[torch.Tensor]:
         """The results of the functions for the first pair of ``at`` and for the
         last."""
-        mods: list[Callable[..., Any]] = list(self.mask_mods)
+        mods: list[Callable[..., Any]] = [boolean(mod) for mod in self.mask_mods]
         if self.score_mod is not None:
             score = torch.zeros((), device=at.queries.device)
             mods.append(partial(self.score_mod, score))
