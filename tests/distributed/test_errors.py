@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,8 @@ def _all_of_it(rank: int) -> None:
     for check in (
         _apart, _known_and_apart, _other_passes, _a_kernel_by_its_name,
         _kernels_that_are_refused, _context_parallel, _modules_of_torch,
-        _buffers_that_share_memory,
+        _buffers_that_share_memory, _one_rank_has_an_error, _asked_before_the_pass,
+        _changed_before_the_backward, _inference_tensors,
     ):  # fmt: skip
         torch.manual_seed(0)
         check(rank, group)
@@ -131,6 +133,118 @@ def _other_passes(rank: int, group: dist.ProcessGroup) -> None:
     with pytest.raises(ValueError, match="do not agree on call"):
         _call(group) if rank else first.backward(retain_graph=True)
     _call(group).sum().backward()
+
+
+def _is_usable(rank: int, group: dist.ProcessGroup) -> None:
+    """A call over the group is right, as before an error."""
+    torch.manual_seed(0)
+    tensors = inputs_of(4, 2, 24, 8, 8, torch.float64, 1)
+    compare(rank, [12, 12], tensors, True, lengths="equal", group=group)
+
+
+def _floats(b: Any, h: Any, q: Any, k: Any) -> Any:
+    return (q - k).abs().float()
+
+
+def _one_rank_has_an_error(rank: int, group: dist.ProcessGroup) -> None:
+    """The other rank hears of the error, and does not wait for good."""
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"dim": 0}, "head_dim"),
+        ({"kernel": "none such"}, "none such"),
+        ({"budget": "much"}, "much"),
+        ({"attn_mask": 3}, "attn_mask"),
+        ({"lengths": [11, 11]}, "lengths"),
+        ({"report": 3}, "report"),
+    ]
+    # Found after the ranks have compared the call.
+    mask = Mask(key_lengths=torch.tensor([24]), documents=torch.arange(12))
+    far_mask = Mask(key_lengths=torch.tensor([25]), documents=torch.arange(12))
+    no_mask = Mask(keeps=_floats, documents=torch.arange(12))
+    good_mask = Mask(keeps=lambda b, h, q, k: q >= k, documents=torch.arange(12))
+    pairs = [({}, options, text) for options, text in wrong]
+    pairs += [
+        ({"attn_mask": mask}, {"attn_mask": far_mask}, "key_lengths"),
+        ({"attn_mask": good_mask}, {"attn_mask": no_mask}, "bool"),
+        ({"attn_mask": mask}, {"attn_mask": mask, "kernel": "flash"}, "flash"),
+    ]
+    for wrong_rank in (0, 1):
+        for right_options, options, text in pairs:
+            if rank == wrong_rank:
+                with pytest.raises(Exception, match=text) as raised:
+                    _call(group, **options)
+                assert "has an error" not in str(raised.value)
+                continue
+            with pytest.raises(ValueError, match=f"rank {wrong_rank} has an error"):
+                _call(group, **right_options)
+    _is_usable(rank, group)
+
+
+class _WithoutGradients(NativeKernel):
+    """It refuses calls that are recorded."""
+
+    name = "without gradients"
+
+    def refusal(self, shape: Any) -> str | None:
+        return "it has no gradients" if shape.needs_grad else None
+
+
+def _asked_before_the_pass(rank: int, group: dist.ProcessGroup) -> None:
+    """A kernel that refuses the call, and a function that returns no bools, are errors
+    before anything is sent: the group can be used afterwards. They failed in the
+    pass."""
+    documents = Mask(keeps=_floats, documents=torch.arange(24) // 5)
+    refused: list[dict[str, Any]] = [
+        {"kernel": "flash"},
+        {"kernel": "cudnn", "dtype": torch.bfloat16, "heads": 5, "kv_heads": 1},
+        {"kernel": "flash", "attn_mask": Mask(window=3)},
+        {"kernel": _WithoutGradients()},
+        {"attn_mask": Mask(keeps=_floats)},
+        {"attn_mask": documents},
+        {"attn_mask": documents, "kernel": "dense"},
+    ]
+    for options in refused:
+        with pytest.raises(
+            (NotImplementedError, TypeError), match=r"kernel|torch\.bool"
+        ):
+            _call(group, **options)
+    with torch.no_grad(), pytest.raises(TypeError, match=r"torch\.bool"):
+        _call(group, attn_mask=Mask(keeps=_floats))
+    _is_usable(rank, group)
+
+
+def _changed_before_the_backward(rank: int, group: dist.ProcessGroup) -> None:
+    """On one rank: this rank has torch's error, and the other hears of it, where rows
+    are exchanged and where rows are kept as they lie."""
+    for wrong_rank, (heads, rows) in product((0, 1), ((5, [12, 12]), (4, [1, 23]))):
+        for changed in range(3):
+            inputs = [
+                torch.randn(1, h, rows[rank], 8, requires_grad=True) * 1.0
+                for h in (heads, 1, 1)
+            ]
+            out = sharded.attention(*inputs, group=group, enable_gqa=True)
+            if rank == wrong_rank:
+                inputs[changed].add_(1)
+            result = None
+            try:
+                out.sum().backward()
+            except (RuntimeError, ValueError) as error:
+                result = str(error)
+            words = "modified by an inplace operation"
+            assert result is None or words in result
+    _is_usable(rank, group)
+
+
+def _inference_tensors(rank: int, group: dist.ProcessGroup) -> None:
+    """A bias that autograd cannot watch is an error, as on one device: a change of it
+    went unnoticed."""
+    with torch.inference_mode():
+        bias = torch.zeros(24, 24)
+        sinks = torch.zeros(4)
+    for mask in (bias, Mask(bias=bias), Mask(sinks=sinks)):
+        with pytest.raises(RuntimeError, match="inference mode"):
+            _call(group, attn_mask=mask)
+        assert _call(group, attn_mask=mask, grad=False).isfinite().all()
+    _is_usable(rank, group)
 
 
 class PlantedError(Exception):

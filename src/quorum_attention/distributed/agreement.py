@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from quorum_attention.argument_checks import one_of, shown, whole_number
-from quorum_attention.distributed.groups import all_gather_objects
+from quorum_attention.distributed.groups import all_gather_objects, known_to_ranks
 from quorum_attention.execution.device.lookup import on_host
 from quorum_attention.units import counted
 
@@ -81,7 +81,8 @@ def compare(
             listed = ", ".join(
                 f"rank {rank} has {argument}" for rank, argument in enumerate(arguments)
             )
-            raise ValueError(f"the ranks do not agree on {name}: {listed}")
+            message = f"the ranks do not agree on {name}: {listed}"
+            raise known_to_ranks(ValueError(message))
     return list(values_of_ranks)
 
 
@@ -130,11 +131,12 @@ def agree_on_lengths(
     for widths in widths_of_tensors:
         is_whole_on_all = set(widths) == {n_tokens}
         if not is_whole_on_all and widths != rows_of_ranks:
-            raise ValueError(
+            message = (
                 "attn_mask.documents and attn_mask.key_padding must be for the rows "
                 f"of each rank, {list(rows_of_ranks)}, or on all of them for all "
                 f"{n_tokens}, got {list(widths)}"
             )
+            raise known_to_ranks(ValueError(message))
     agreed_calls(group).names.add(name)
     return rows_of_ranks
 

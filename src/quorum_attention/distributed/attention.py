@@ -17,7 +17,10 @@ from quorum_attention.call.block import WholeCall
 from quorum_attention.call.options import DEFAULT_OPTIONS, Arguments, CallOptions
 from quorum_attention.call.request import Request, request_of
 from quorum_attention.call.settings import with_current_settings
-from quorum_attention.call.transformations import needs_gradient
+from quorum_attention.call.transformations import (
+    needs_gradient,
+    results_for_few_pairs,
+)
 from quorum_attention.call.validation import Tensors
 from quorum_attention.dispatch import cache_key, is_plain_call
 from quorum_attention.distributed import strategies
@@ -30,7 +33,11 @@ from quorum_attention.distributed.agreement import (
 )
 from quorum_attention.distributed.assignment import Assignment, RowBytes
 from quorum_attention.distributed.call import MaskParams, ShardedCall
-from quorum_attention.distributed.groups import poison_group_on_error, resolve_group
+from quorum_attention.distributed.groups import (
+    poison_group_on_error,
+    resolve_group,
+    tell_ranks_of_error,
+)
 from quorum_attention.distributed.report import ShardedReport
 from quorum_attention.distributed.run import run_backward, run_forward
 from quorum_attention.distributed.sharded_mask import (
@@ -47,8 +54,9 @@ from quorum_attention.kernels.masked.read_values import (
     record_values,
     warn_of_changed_values,
 )
-from quorum_attention.kernels.protocol import InnerKernel
+from quorum_attention.kernels.protocol import InnerKernel, check_mask_gradient
 from quorum_attention.kernels.registry import get_kernel
+from quorum_attention.kernels.select import select_kernel
 from quorum_attention.kernels.torch_private import (
     first_derivative,
     has_transforms,
@@ -151,7 +159,8 @@ def attention(
         The result for this rank's rows, (..., heads, rows, value_dim).
 
     Raises:
-        TypeError, ValueError: arguments that do not fit, or differ between ranks.
+        TypeError, ValueError: arguments that do not fit, or differ between ranks, or do
+            not fit on another rank.
         RuntimeError: there is no process group, or an earlier call over it failed on
             this rank. If ``quorum_attention.attention`` raises an error on one rank,
             the other ranks raise one at the group's time limit, or when that rank's
@@ -194,7 +203,8 @@ def attention(
             agreed.keep(call_key, prepared)
     shard, call = prepared
     with torch.autocast(inputs.query.device.type, enabled=False):
-        shards = _flattened_shards(inputs, call.whole_call.shape, call.dtype)
+        with poison_group_on_error(group):  # other ranks may have begun
+            shards = _flattened_shards(inputs, call.whole_call.shape, call.dtype)
         out = _apply(*shards, *call.mask_params, call)
     out = out.to(shard.shape.dtype)
     out = out.reshape(*inputs.query.shape[:-1], shard.shape.value_dim)
@@ -235,24 +245,24 @@ def _prepare(
         This rank's tensors, and the rest, which holds no tensors where there is no
         mask.
     """
-    mask = checked_mask(attn_mask)
     # The backward has the settings of its forward.
     options = with_current_settings(arguments.options)
     arguments = arguments._replace(options=options)
-    inputs, shard = _checked_shard(query, key, value, arguments, report)
+    ranks_compare = lengths is None or dist.get_backend(group) == dist.Backend.GLOO
+    with tell_ranks_of_error(group, is_awaited=ranks_compare):
+        mask = checked_mask(attn_mask)
+        inputs, shard = _checked_shard(query, key, value, arguments, report)
+        records = _is_recorded(shard, inputs, mask)
+        signature = _signature_of(shard, mask, arguments.dropout_seed, records)
+        lengths_of_ranks = agree_on_lengths(
+            group,
+            inputs.query,
+            {"call": "attention", **signature},
+            token_widths(mask),
+            lengths,
+        )
     if shard.options.kernel is not options.kernel:
         options = options._replace(kernel=shard.options.kernel)
-    records = shard.records
-    if mask is not None:
-        records = records or needs_gradient(mask.bias, mask.sinks)
-    signature = _signature_of(shard, mask, arguments.dropout_seed, records)
-    lengths_of_ranks = agree_on_lengths(
-        group,
-        inputs.query,
-        {"call": "attention", **signature},
-        token_widths(mask),
-        lengths,
-    )
     n_tokens = sum(lengths_of_ranks)
     shape = replace(
         shard.shape,
@@ -260,14 +270,20 @@ def _prepare(
         n_queries=n_tokens,
         n_keys=n_tokens,
     )
-    kept_pairs: tuple[int, ...] | None = None
-    if mask is not None:
-        mask = gather_mask(mask, group, lengths_of_ranks, inputs)
-        kept_pairs = count_kept_pairs(mask, shape)
-        kept_hash = {"the pairs that attn_mask keeps (a hash)": hash(kept_pairs)}
-        agree_on(group, inputs.query, kept_hash)
-    whole_call = WholeCall(shape, mask, shard.scale, shard.dropout)
     dtype = _dtype_of_parts(shape, options.kernel)
+    whole_call = WholeCall(shape, None, shard.scale, shard.dropout)
+    kept_pairs: tuple[int, ...] | None = None
+    if mask is None:
+        _check_kernel(whole_call, options, inputs, dtype, records)
+    else:
+        is_on_host = on_host(inputs.query.device)
+        with tell_ranks_of_error(group, is_awaited=is_on_host):
+            mask = gather_mask(mask, group, lengths_of_ranks, inputs)
+            whole_call = replace(whole_call, mask=mask)
+            kept_pairs = count_kept_pairs(mask, shape)
+            _check_kernel(whole_call, options, inputs, dtype, records)
+            kept_hash = {"the pairs that attn_mask keeps (a hash)": hash(kept_pairs)}
+            agree_on(group, inputs.query, kept_hash)
     assignment, row_bytes = _assign(
         whole_call, lengths_of_ranks, kept_pairs, dtype, inputs.query.device, records
     )
@@ -362,6 +378,87 @@ def _check_ignores_positions(kernel: str | InnerKernel) -> None:
             "whole call; ranks have parts of it: give attn_mask, or a function that "
             "takes no positions"
         )
+
+
+def _is_recorded(request: Request, tensors: Tensors, mask: Mask | None) -> bool:
+    """Return whether there may be a backward.
+
+    Raises:
+        RuntimeError: there may be one, and an input, a bias or sinks are tensors of
+            inference mode. Autograd could not tell whether they change. On one device
+            torch itself raises the error.
+    """
+    records = request.records
+    if mask is not None:
+        records = records or needs_gradient(mask.bias, mask.sinks)
+    if not records:
+        return False
+    named = {"query": tensors.query, "key": tensors.key, "value": tensors.value}
+    if mask is not None and mask.bias is not None:
+        named["attn_mask"] = mask.bias
+    if mask is not None and mask.sinks is not None:
+        named["Mask.sinks"] = mask.sinks
+    for name, tensor in named.items():
+        if tensor.is_inference():
+            raise RuntimeError(
+                f"{name} is a tensor of inference mode, which cannot be saved for "
+                f"backward: give {name}.clone(), made outside of that mode"
+            )
+    return True
+
+
+def _check_kernel(
+    whole_call: WholeCall,
+    options: CallOptions,
+    tensors: Tensors,
+    dtype: torch.dtype,
+    records: bool,
+) -> None:
+    """Ask a kernel about the whole call, before parts of the call are sent.
+
+    Args:
+        dtype: of parts.
+        records: whether there may be a backward.
+
+    Raises:
+        NotImplementedError: the kernel that was asked for cannot run the call.
+        TypeError: a function of the mask returns no bools.
+    """
+    shape = whole_call.shape
+    mask = whole_call.mask
+    if (mask is None and options.kernel == "auto") or not shape.n_queries:
+        return
+    sizes = (
+        (shape.heads, shape.head_dim),
+        (shape.kv_heads, shape.head_dim),
+        (shape.kv_heads, shape.value_dim),
+    )
+    number = tensors.query.new_empty((), dtype=dtype)
+    query, key, value = (
+        number.expand(shape.batch, n_heads, shape.n_queries, width)
+        for n_heads, width in sizes
+    )
+    dropout = whole_call.dropout
+    arguments = Arguments(
+        mask,
+        0.0 if dropout is None else dropout.p,
+        None if dropout is None else dropout.seed,
+        shape.is_causal,
+        whole_call.scale,
+        enable_gqa=True,
+        options=options,
+    )
+    function = "attention_backward" if records else "attention"
+    _, request = request_of(function, query, key, value, arguments)
+    if request.options.kernel == "auto":
+        return
+    device = request.options.device
+    asked_shape = replace(request.shape, needs_grad=records)
+    kernel = select_kernel(request.options.kernel, asked_shape, device)
+    if request.mask_grad:
+        check_mask_gradient(kernel)
+    if not torch.is_grad_enabled():  # otherwise they were called for the request
+        results_for_few_pairs(kernel, query, key, value, device)
 
 
 def _signature_of(
@@ -475,8 +572,11 @@ class _ShardedAttention(torch.autograd.Function):
         sinks: torch.Tensor | None,
         call: ShardedCall,
     ) -> torch.Tensor:
+        # The saved tensors may be views of the inputs. If an input with a graph is
+        # changed, torch raises an obscure error for its views.
+        inputs = [tensor.detach() for tensor in (query, key, value)]
         with poison_group_on_error(call.group):
-            out, saved = run_forward(call, query, key, value)
+            out, saved = run_forward(call, *inputs)
         ctx.call = call
         ctx.shapes = [tensor.shape for tensor in (query, key, value)]
         if call.records:
@@ -495,21 +595,28 @@ class _ShardedAttention(torch.autograd.Function):
     @staticmethod
     @first_derivative("quorum_attention.distributed.attention")
     def backward(ctx: Any, grad_out: torch.Tensor) -> Any:
-        _refuse_transforms(grad_out)
         call: ShardedCall = ctx.call
         group = call.group
-        with poison_group_on_error(group):  # other ranks may have begun
+        # In host memory the ranks compare the pass. The hosts wait anyway.
+        ranks_compare = on_host(grad_out.device)
+        before_messages = (
+            tell_ranks_of_error if ranks_compare else poison_group_on_error
+        )
+        _refuse_transforms(grad_out)
+        with before_messages(group):
+            # Torch raises here if one of them has changed.
             saved_tensors = ctx.saved_tensors
             saved = saved_tensors[: ctx.n_saved]
             if call.functions:
                 warn_of_changed_values(call.functions, saved_tensors[-1])
-        _, _, _, needs_bias, needs_sinks, _ = ctx.needs_input_grad
-        mask_grads = MaskParams(
-            _zero_grad(call.mask_params.bias, needs_bias),
-            _zero_grad(call.mask_params.sinks, needs_sinks),
-        )
-        if on_host(grad_out.device):  # the hosts wait anyway
-            compare(group, {"call": "the backward of attention", **call.signature})
+            _, _, _, needs_bias, needs_sinks, _ = ctx.needs_input_grad
+            mask_grads = MaskParams(
+                _zero_grad(call.mask_params.bias, needs_bias),
+                _zero_grad(call.mask_params.sinks, needs_sinks),
+            )
+            if ranks_compare:
+                signature = {"call": "the backward of attention", **call.signature}
+                compare(group, signature)
         # The gradients are those of the forward, which autocast has left alone.
         with poison_group_on_error(group), no_grad_no_autocast():
             grads = run_backward(call, grad_out, ctx.shapes, saved, mask_grads)

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
+
+from quorum_attention.kernels.torch_private import no_torch_modes
 
 # The error of each group in which a call has failed on this rank.
 _FAILURES: WeakKeyDictionary[dist.ProcessGroup, str] = WeakKeyDictionary()
@@ -90,12 +92,60 @@ def poison_group_on_error(group: dist.ProcessGroup) -> Iterator[None]:
         raise
 
 
+class _RankError(NamedTuple):
+    """The message of a rank that has an error, in place of what it had to send."""
+
+    text: str
+
+
+def known_to_ranks(error: Exception) -> Exception:
+    """Return an error with a mark: all ranks know of the error, and raise one."""
+    error._known_to_ranks = True  # type: ignore[attr-defined]
+    return error
+
+
+@contextmanager
+def tell_ranks_of_error(
+    group: dist.ProcessGroup, *, is_awaited: bool = True
+) -> Iterator[None]:
+    """Tell the other ranks of an error of the block, so that they raise one too.
+
+    Args:
+        is_awaited: whether the other ranks wait for an object of this rank
+            (``all_gather_objects``) as long as the block runs. So after the error all
+            ranks are at the same message. If False, nobody is told.
+    """
+    try:
+        yield
+    except Exception as error:
+        is_known = getattr(error, "_known_to_ranks", False)
+        if is_awaited and not is_known and group not in _FAILURES:
+            known_to_ranks(error)
+            message = _RankError(f"{type(error).__name__}: {error}")
+            # Modes and transformations are off, because messages take no part in them.
+            # An error of the message would say less than the error of the block.
+            with suppress(Exception), no_torch_modes():
+                all_gather_objects(group, message)
+        raise
+
+
 def all_gather_objects(group: dist.ProcessGroup, value: Any) -> list[Any]:
     """Return the value of every rank; the host waits for them.
 
     Objects go through host memory if the group can send it: on a GPU the host would
     wait for all work before.
+
+    Raises:
+        ValueError: another rank has an error (``tell_ranks_of_error``).
     """
     values: list[Any] = [None] * group.size()
-    dist.all_gather_object(values, value, group=group)
+    with poison_group_on_error(group):
+        dist.all_gather_object(values, value, group=group)
+    for rank, answer in enumerate(values):
+        if isinstance(answer, _RankError):
+            raise known_to_ranks(
+                ValueError(
+                    f"rank {rank} has an error, so no rank goes on: {answer.text}"
+                )
+            )
     return values
