@@ -309,3 +309,12 @@ def test_in_compiled_code_of_other_lengths_and_within_a_mask() -> None:
         NotImplementedError, match="attn_mask must be a plain tensor, got a Causal"
     ):
         qa.attention(*three, qa.Mask(bias=bias))
+
+
+def test_a_function_without_bools_beside_other_conditions() -> None:
+    """The error names the function: torch's own was of its operator ``&``."""
+    query = torch.randn(1, 2, 40, 8, requires_grad=True)
+    documents = torch.arange(40) // 5
+    mask = Mask(documents=documents, keeps=lambda b, h, q, k: (q - k).float())
+    with pytest.raises(TypeError, match=r"must return a tensor of torch\.bool"):
+        qa.attention(query, query, query, mask)
