@@ -58,11 +58,11 @@ class Mask:
             n_queries) or (batch, 1); or "lower_right". None: 0, or "lower_right" if
             ``causal`` is. "lower_right" aligns each document by itself, among the first
             ``key_lengths[b]`` keys of batch entry b: the last query of a document
-            stands at the document's last key, the query before it at the key before,
-            and so on. If a document has more queries than keys, its first queries see
-            no key. FlashAttention's ``varlen`` and ``kvcache`` functions align in this
-            way. ``key_padding`` moves no query, nor do fields of other masks
-            (``either``, ``every``, ``&``, ``|``).
+            stands at the document's last key, the document's query before it at the
+            document's key before, and so on. If a document has more queries than keys,
+            its first queries see no key. FlashAttention's ``varlen`` and ``kvcache``
+            functions align in this way. ``key_padding`` moves no query, nor do fields
+            of other masks (``either``, ``every``, ``&``, ``|``).
         window: keep keys within this many tokens before and after the key that the
             query stands at: a number for both, or (left, right); -1 is no limit on that
             side.
