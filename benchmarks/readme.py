@@ -123,8 +123,8 @@ def accuracy_lines() -> list[Line]:
         for ours, flash in zip(row.value["quorum"], row.value["flash"], strict=True)
     )
     where = (
-        "in random rows among the last 8,192 of 1,048,576, divided by "
-        "FlashAttention-2's"
+        "in a call of 1,048,576 tokens, in rows drawn from the last 8,192, divided by "
+        "FlashAttention-2's error"
     )
     return [
         Line([f"error of dQ {where}", f"{grad_query:.2f}"], [row]),

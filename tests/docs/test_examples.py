@@ -37,6 +37,40 @@ def test_quickstart() -> None:
 
 
 @pytest.mark.slow
+def test_ranks_train_as_one_process_does(tmp_path: Path) -> None:
+    """The losses of five steps are the same, so gradients are summed and labels shifted
+    as they should be."""
+    losses: list[list[str]] = []
+    for n_ranks in (1, 3):
+        done = subprocess.run(
+            [
+                *(sys.executable, "-m", "torch.distributed.run"),
+                *("--standalone", "--nproc-per-node", str(n_ranks)),
+                str(ROOT / "examples" / "train_ranks.py"),
+            ],
+            capture_output=True,
+            text=True,
+            timeout=200,
+            check=False,
+            env={
+                **os.environ,
+                "PYTHONPATH": str(ROOT / "src"),
+                "CUDA_VISIBLE_DEVICES": "",
+                "TMPDIR": str(tmp_path),  # torchrun leaves a folder
+            },
+        )
+        assert done.returncode == 0, done.stderr[-2000:]
+        losses.append(re.findall(r"^step \d: loss (.*)$", done.stdout, re.M))
+    assert len(losses[0]) == 5
+    torch.testing.assert_close(
+        torch.tensor([float(loss) for loss in losses[1]]),
+        torch.tensor([float(loss) for loss in losses[0]]),
+        rtol=0,
+        atol=2e-3,
+    )
+
+
+@pytest.mark.slow
 def test_long_prompt() -> None:
     """The text is computed once, and each question is answered."""
     done = subprocess.run(
