@@ -121,6 +121,16 @@ def test_labels_that_a_model_hands_down_have_no_effect() -> None:
     torch.testing.assert_close(model.lm_head(found), wanted, rtol=1e-4, atol=1e-4)
 
 
+def test_a_model_that_takes_other_labels_is_tried() -> None:
+    """Doge computes with its mask: a classifier's first training step failed."""
+    if "doge" not in transformers.CONFIG_MAPPING:
+        pytest.skip("this version of Transformers does not have it")
+    config = transformers.CONFIG_MAPPING["doge"](**SIZES)
+    model = transformers.AutoModelForSequenceClassification.from_config(config)
+    (change, *_) = long_context(model, checkpoints=None).changes
+    assert "failed with it on a few tokens: DescriptionError" in change.how
+
+
 def test_all_names_are_restored() -> None:
     """Of parts too, some of which have none (MPT's, Moshi's)."""
     sizes = {

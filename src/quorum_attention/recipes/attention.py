@@ -27,6 +27,11 @@ from quorum_attention.recipes.trials import is_near, some_ids, trying
 _TRIED_TOKENS = 144
 # Two kernels may differ by this many square roots of the dtype's precision.
 _ROOTS = 4
+# The results that are compared; a model without an output layer has the last.
+_RESULTS = ("loss", "logits", "last_hidden_state")
+
+_Outcome = list[torch.Tensor] | Exception
+"""What a trial gave, or what it raised."""
 
 
 class QuorumAttention(ModelPiece):
@@ -62,12 +67,11 @@ class QuorumAttention(ModelPiece):
             self._leave_out(model, f"{kind} does not take its attention by name")
         if self._is_over_ranks():
             return f"{self._how}; over a group of ranks it was not tried"
-        results = _try_model(model)
-        self.undo(model)
-        if isinstance(results, BudgetError):
-            raise results
-        expected = _try_model(model)
-        model.set_attn_implementation(self.attention)
+        has_labels = True
+        results, expected = self._try_both(model, has_labels)
+        if isinstance(expected, Exception):
+            # A classifier of texts takes other labels than one for each token.
+            results, expected = self._try_both(model, not has_labels)
         if isinstance(expected, Exception):
             reason = f"{type(expected).__name__}: {expected}"
             return f"{self._how}; it was not tried: as it was, {kind} failed: {reason}"
@@ -77,6 +81,21 @@ class QuorumAttention(ModelPiece):
         elif not agree(results, expected):
             self._leave_out(model, f"{kind} had other results with it on a few tokens")
         return self._how
+
+    def _try_both(self, model: Any, has_labels: bool) -> tuple[_Outcome, _Outcome]:
+        """Try a few tokens with this attention and without it. The model has this
+        attention afterwards, or its own if there is an error.
+
+        Raises:
+            BudgetError: the budget is too small for a few tokens.
+        """
+        results = _try_model(model, has_labels)
+        self.undo(model)
+        if isinstance(results, BudgetError):
+            raise results
+        expected = _try_model(model, has_labels)
+        model.set_attn_implementation(self.attention)
+        return results, expected
 
     def _is_over_ranks(self) -> bool:
         from quorum_attention.integrations.transformers.options import options_of
@@ -121,14 +140,14 @@ def implementations(model: Any) -> list[tuple[Any, str | None]]:
     return list(names.values())
 
 
-def _try_model(model: Any) -> list[torch.Tensor] | Exception:
-    """The loss and the logits (those that there are) of a few tokens, or what was
+def _try_model(model: Any, has_labels: bool) -> _Outcome:
+    """The results of a few tokens (those of ``_RESULTS`` that there are), or what was
     raised."""
     try:
         ids = some_ids(model, _TRIED_TOKENS)
         with trying(model):
-            output = model(input_ids=ids, labels=ids)
-        results = [getattr(output, name, None) for name in ("loss", "logits")]
+            output = model(input_ids=ids, **({"labels": ids} if has_labels else {}))
+        results = [getattr(output, name, None) for name in _RESULTS]
         return [result for result in results if isinstance(result, torch.Tensor)]
     except Exception as error:  # whatever it is, the model keeps its own attention
         # The traceback would keep the model's tensors.
