@@ -67,11 +67,10 @@ class QuorumAttention(ModelPiece):
             self._leave_out(model, f"{kind} does not take its attention by name")
         if self._is_over_ranks():
             return f"{self._how}; over a group of ranks it was not tried"
-        has_labels = True
-        results, expected = self._try_both(model, has_labels)
+        results, expected = self._try_both(model, has_labels=True)
         if isinstance(expected, Exception):
             # A classifier of texts takes other labels than one for each token.
-            results, expected = self._try_both(model, not has_labels)
+            results, expected = self._try_both(model, has_labels=False)
         if isinstance(expected, Exception):
             reason = f"{type(expected).__name__}: {expected}"
             return f"{self._how}; it was not tried: as it was, {kind} failed: {reason}"
@@ -82,18 +81,18 @@ class QuorumAttention(ModelPiece):
             self._leave_out(model, f"{kind} had other results with it on a few tokens")
         return self._how
 
-    def _try_both(self, model: Any, has_labels: bool) -> tuple[_Outcome, _Outcome]:
+    def _try_both(self, model: Any, *, has_labels: bool) -> tuple[_Outcome, _Outcome]:
         """Try a few tokens with this attention and without it. The model has this
         attention afterwards, or its own if there is an error.
 
         Raises:
             BudgetError: the budget is too small for a few tokens.
         """
-        results = _try_model(model, has_labels)
+        results = _try_model(model, has_labels=has_labels)
         self.undo(model)
         if isinstance(results, BudgetError):
             raise results
-        expected = _try_model(model, has_labels)
+        expected = _try_model(model, has_labels=has_labels)
         model.set_attn_implementation(self.attention)
         return results, expected
 
@@ -140,13 +139,15 @@ def implementations(model: Any) -> list[tuple[Any, str | None]]:
     return list(names.values())
 
 
-def _try_model(model: Any, has_labels: bool) -> _Outcome:
+def _try_model(model: Any, *, has_labels: bool) -> _Outcome:
     """The results of a few tokens (those of ``_RESULTS`` that there are), or what was
     raised."""
     try:
-        ids = some_ids(model, _TRIED_TOKENS)
+        inputs = {"input_ids": some_ids(model, _TRIED_TOKENS)}
+        if has_labels:
+            inputs["labels"] = inputs["input_ids"]
         with trying(model):
-            output = model(input_ids=ids, **({"labels": ids} if has_labels else {}))
+            output = model(**inputs)
         results = [getattr(output, name, None) for name in _RESULTS]
         return [result for result in results if isinstance(result, torch.Tensor)]
     except Exception as error:  # whatever it is, the model keeps its own attention
