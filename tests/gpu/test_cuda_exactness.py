@@ -9,7 +9,7 @@ import pytest
 import torch
 from helpers.attention import Inputs, exact, inputs
 from helpers.cuda import both, errors
-from helpers.fa4 import FA4
+from helpers.fa4 import FA4, check_overflow_of_scores
 
 import quorum_attention as qa
 from quorum_attention import dispatch
@@ -142,3 +142,11 @@ def test_an_fp16_backward_is_cached_until_its_gradients_overflow() -> None:
             error = (found.cpu().double() - right).norm() / right.norm()
             assert float(error) < 5e-3
         assert cached() == [True, False]  # the backward is planned from now on
+
+
+@pytest.mark.parametrize("kernel", [FA4, "cudnn", "flash", "efficient"])
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_a_backward_is_scaled_if_gradients_of_scores_overflow(kernel, kv_heads) -> None:
+    check_overflow_of_scores(kernel, "cuda", kv_heads=kv_heads, softcap=None)
+    if kernel == "fa4":
+        check_overflow_of_scores(kernel, "cuda", kv_heads=kv_heads, softcap=50.0)

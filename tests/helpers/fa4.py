@@ -5,11 +5,14 @@ from __future__ import annotations
 
 import math
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
 
-from helpers.attention import softmax
+import quorum_attention as qa
+from helpers.attention import Inputs, assert_close, exact, softmax
+from quorum_attention import Mask
 from quorum_attention.kernels import CallShape, fa4
 from quorum_attention.kernels.fa4 import version
 from quorum_attention.kernels.masked import choose
@@ -81,7 +84,9 @@ def backward(
     if dlse is not None:
         assert dlse.is_contiguous()
         delta = delta - dlse.double().unsqueeze(-1)
-    grads = torch.autograd.grad(scores, leaves, p * (dp - delta))
+    # The tensor cores read it in 16 bits.
+    grad_scores = (p * (dp - delta)).to(q.dtype).double()
+    grads = torch.autograd.grad(scores, leaves, grad_scores)
     found = *grads, (p.mT @ do).unflatten(1, (-1, shared)).sum(2)
     return tuple(t.to(q.dtype).transpose(1, 2).contiguous() for t in found)
 
@@ -100,3 +105,43 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> fa4.Fa4Kernel:
     monkeypatch.setattr(fa4.Fa4Kernel, "refusal", refusal)
     choose._with_softcap.cache_clear()
     return fa4.Fa4Kernel()
+
+
+def check_overflow_of_scores(
+    kernel: str | fa4.Fa4Kernel,
+    device: str = "cpu",
+    *,
+    kv_heads: int,
+    softcap: float | None,
+) -> None:
+    """An uncut fp16 backward, with the dS of one row beyond fp16: gradients of every
+    call are those of float64."""
+    n, heads = 256, 2
+    query, key, value, grad_out = (
+        torch.randn(1, h, n, 32) for h in (heads, kv_heads, kv_heads, heads)
+    )
+    # Probabilities are even, and sums of dS times key or query fit.
+    row = int(torch.randint(n // 2, n, ()))
+    grad_out[0, 1, row] *= 2.0**14
+    tensors = (query / 16, key / 1024, value * 64, grad_out.clamp(-6e4, 6e4))
+    made = Inputs(*(tensor.half() for tensor in tensors))
+    right = exact(made, is_causal=True, softcap=softcap, gradients=True)
+    call = {
+        "attn_mask": None if softcap is None else Mask(softcap=softcap),
+        "is_causal": True,
+        "enable_gqa": True,
+        "kernel": kernel,
+    }
+
+    def assert_right(**more: Any) -> None:
+        leaves = [tensor.to(device).requires_grad_() for tensor in made.three]
+        out = qa.attention(*leaves, **call, **more)
+        grads = torch.autograd.grad(out, leaves, made.grad_out.to(device))
+        assert_close(grads, right.grads, 1e-2)
+
+    for _ in range(3):  # tried out, decided, cached
+        assert_right()
+    report = qa.Report()
+    assert_right(report=report)
+    assert report.backward is not None
+    assert report.backward.repeated_units == 1

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers.fa4 import stand_in
+from helpers.fa4 import check_overflow_of_scores, stand_in
 from helpers.masks import check
 from helpers.processes import run_python
 
@@ -130,6 +130,14 @@ def test_a_row_that_is_not_finite_stays_so(stand_in, what, depth) -> None:  # ty
     grads = qa.attention_backward(grad_out, q, k, v, out, lse, **call)
     assert all(bool(grad[0, 1].isnan().any()) for grad in grads)
     assert all(bool(grad[0, 0].isfinite().all()) for grad in grads)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2])
+@pytest.mark.parametrize("softcap", [None, 50.0])
+def test_a_backward_is_scaled_if_gradients_of_scores_overflow(
+    stand_in, kv_heads, softcap
+) -> None:  # type: ignore[no-untyped-def]
+    check_overflow_of_scores(stand_in, kv_heads=kv_heads, softcap=softcap)
 
 
 @pytest.mark.slow_but_first

@@ -82,6 +82,7 @@ class Fa4Kernel(RectangleKernel):
     softcap = 0.0
     grouped = True
     bands = True
+    rounds_once = True
     row_unit = _TILE
     speed = _H200_SPEED
     accepts_inf_lse = True
