@@ -82,7 +82,6 @@ class Fa4Kernel(RectangleKernel):
     softcap = 0.0
     grouped = True
     bands = True
-    rounds_once = True
     row_unit = _TILE
     speed = _H200_SPEED
     accepts_inf_lse = True

@@ -88,9 +88,6 @@ class Kernel(ABC):
         scaled_backward: dtypes for which a scaled backward is more exact. The kernel
             undoes the scaling (kernels/scaling.py). Other dtypes are not scaled, and
             calls with dropout are not.
-        rounds_once: in the backward of an uncut call each gradient is summed in fp32
-            and rounded to 16 bits at the end. So only dS can overflow where the
-            gradient itself does not.
         fp32_products: the backward takes fp16 upstream gradients of up to 2**15 without
             overflow, because the products are in fp32 or scaled by the kernel. An
             upstream gradient of a wider dtype then keeps more of its small numbers
@@ -128,7 +125,6 @@ class Kernel(ABC):
     rates: tuple[float, float] = (1.0, 1.0)
     speed: KernelSpeed | None = None
     scaled_backward: frozenset[torch.dtype] = frozenset()
-    rounds_once: bool = False
     fp32_products: bool = False
     dropout: bool = False
     wide_masks: bool = False
