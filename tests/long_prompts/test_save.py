@@ -192,6 +192,25 @@ def test_a_killed_save_leaves_the_old_one(seed: int, tmp_path: Path) -> None:
     assert len(list(folder.glob("data-*"))) == 1
 
 
+def test_a_save_while_a_cache_is_loaded_gives_the_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process saved behind the manifest's reading, and removed the files that it
+    names: they were "missing or torn", or there was "No such file"."""
+    first, second = filled_cache(10), filled_cache(20)
+    save_layers(tmp_path, layers_of(first), model="a")
+    read_manifest = save._read_manifest
+
+    def read_and_save(path: Path) -> Any:
+        manifest = read_manifest(path)
+        monkeypatch.undo()
+        save_layers(tmp_path, layers_of(second), model="a")
+        return manifest
+
+    monkeypatch.setattr(save, "_read_manifest", read_and_save)
+    assert_same(load_layers(tmp_path, model="a")[0], second)
+
+
 def test_what_is_torn_or_foreign_is_refused_by_name(tmp_path: Path) -> None:
     """Before anything is computed with it."""
     with pytest.raises(FileNotFoundError, match="no saved cache"):

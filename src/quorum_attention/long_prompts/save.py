@@ -229,15 +229,21 @@ def load_layers(folder: str | os.PathLike[str], *, model: str) -> list[SavedLaye
     source = Path(folder)
     if not (source / _MANIFEST).exists():
         raise FileNotFoundError(f"{source} holds no saved cache")
-    manifest = _read_manifest(source / _MANIFEST)
-    if manifest["model"] != model:
-        raise ValueError(
-            f"{source} holds a cache of another model, configuration or dtype than "
-            "this one"
-        )
-    save_id = manifest["save_id"]
-    data = source / f"data-{save_id}"
-    return [_load_layer(data, entry, save_id) for entry in manifest["layers"]]
+    while True:
+        manifest = _read_manifest(source / _MANIFEST)
+        if manifest["model"] != model:
+            raise ValueError(
+                f"{source} holds a cache of another model, configuration or dtype than "
+                "this one"
+            )
+        save_id = manifest["save_id"]
+        data = source / f"data-{save_id}"
+        try:
+            return [_load_layer(data, entry, save_id) for entry in manifest["layers"]]
+        except (OSError, ValueError, RuntimeError):
+            # Another process may have saved meanwhile, which removes the files before.
+            if _is_saved(source, save_id):
+                raise
 
 
 def _read_manifest(path: Path) -> JsonObject:
