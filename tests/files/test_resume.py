@@ -10,6 +10,7 @@ import os
 import shutil
 import signal
 import stat
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from quorum_attention import writing
 from quorum_attention.cli import main
 from quorum_attention.cli import run as command
 from quorum_attention.cli.process import Stopped
+from quorum_attention.files import create_tensors
 from quorum_attention.files.compute import FileRun, compute_here
 from quorum_attention.files.run_folder import RunFolder
 
@@ -204,6 +206,31 @@ def test_a_signal_leaves_the_earlier_output(
         signal.signal(number, former)
     assert f"quorum-attention: stopped by {number.name}" in capsys.readouterr().err
     assert (folder / "out").read_bytes() == old
+
+
+def test_an_input_that_is_written_through_an_older_mapping_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The page was not on the disk yet when the run began, so the file's time did not
+    change, and the parts of one output were of different inputs."""
+    source = tmp_path / "in"
+    specs = dict.fromkeys("qkv", ((4, 30, 8), torch.float32))
+    tensors = create_tensors(source, specs)
+    tensors["v"].fill_(1.0)
+    with open(source, "rb") as file:
+        os.fsync(file.fileno())
+    before = source.stat().st_mtime_ns
+    time.sleep(0.02)  # times of files are that coarse
+    tensors["v"].fill_(2.0)
+    if source.stat().st_mtime_ns == before:
+        pytest.skip("this file system notes no time of mapped writes")
+    time.sleep(0.02)
+    call = ["run", str(source), str(tmp_path / "out"), *EACH]
+    assert computed_by(stopping(1), lambda: main(call)) == 128 + 15
+    tensors["v"].zero_()
+    capsys.readouterr()
+    assert main([*call, "--resume"]) == 2
+    assert "the time of the file of the value was" in capsys.readouterr().err
 
 
 def test_the_same_files_in_other_places_are_refused(

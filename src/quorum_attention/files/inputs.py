@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -61,6 +62,10 @@ class FileStamp:
             OSError: it cannot be read, or is no regular file.
         """
         with open_regular(path) as file:
+            # A write to a mapped page changes the file's time once, until the page is
+            # on the disk.
+            with suppress(OSError):  # some file systems refuse
+                os.fsync(file.fileno())
             return cls(Path(path), _status(file.fileno()))
 
     def check(self) -> None:
