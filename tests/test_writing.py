@@ -93,6 +93,28 @@ def test_another_users_link_in_a_folder_of_all_is_not_followed(tmp_path: Path) -
     assert mine.read_text() == "new"
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may give files away")
+def test_another_users_file_in_a_sticky_folder_is_refused_before_any_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run of hours ended with "Operation not permitted" when its results were
+    renamed."""
+    path = tmp_path / "x"
+    path.write_bytes(EARLIER)
+    os.chown(path, 12345, 12345)
+    tmp_path.chmod(0o1777)
+    monkeypatch.setattr(os, "access", lambda *arguments: True)
+    monkeypatch.setattr(os, "geteuid", lambda: 54321)
+    with pytest.raises(PermissionError, match="belongs to user 12345"):
+        check_target(path)
+    tmp_path.chmod(0o777)
+    assert check_target(path) == path
+    tmp_path.chmod(0o1777)
+    for user in (0, 12345):
+        monkeypatch.setattr(os, "geteuid", lambda user=user: user)
+        assert check_target(path) == path
+
+
 def test_links_in_a_circle_are_an_error(tmp_path: Path) -> None:
     (tmp_path / "x").symlink_to("y")
     (tmp_path / "y").symlink_to("x")

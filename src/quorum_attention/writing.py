@@ -29,7 +29,8 @@ def check_target(path: str | PathLike[str]) -> Path:
     Raises:
         OSError: it is not a regular file, may not be written, or its directory does not
             exist or may not be written; or it is another user's link in a folder that
-            all may write to. Nothing has been changed.
+            all may write to, or another user's file in a sticky folder. Nothing has
+            been changed.
     """
     problem = f"{path} cannot be written"
     path = Path(path)
@@ -58,7 +59,21 @@ def check_target(path: str | PathLike[str]) -> Path:
         raise PermissionError(
             f"{problem}: {folder}, where it is made, may not be written"
         )
+    if target.exists() and not _is_replaceable(target):
+        raise PermissionError(
+            f"{problem}: it belongs to user {os.stat(target).st_uid}, and {folder} "
+            "lets users replace only their own files"
+        )
     return target
+
+
+def _is_replaceable(target: Path) -> bool:
+    """Return whether a file may be replaced. In sticky folders, such as ``/tmp``, only
+    its owner, the folder's owner and root may replace it."""
+    folder_status = os.stat(target.parent)
+    if not folder_status.st_mode & stat.S_ISVTX:
+        return True
+    return os.geteuid() in (0, os.stat(target).st_uid, folder_status.st_uid)
 
 
 def open_regular(
