@@ -142,6 +142,28 @@ def test_settings_say_what_belongs_to_a_call() -> None:
         qa.patched_sdpa(budgets=1)  # type: ignore[call-arg]
 
 
+@pytest.mark.parametrize(
+    "function", [qa.patched_sdpa, qa.patched_flex_attention, qa.patch_sdpa]
+)
+def test_patches_say_which_names_they_have(function: Any) -> None:
+    """They listed names of ``using`` alone, and ``sdpa`` was an error of an inner
+    function."""
+    name = function.__name__
+    says = f"{name}() has no 'min_token'; did you mean min_tokens?"
+    with pytest.raises(TypeError, match=re.escape(says)):
+        function(min_token=1)
+    says = f"{name}() has no 'sdpa'; it has min_tokens, "
+    with pytest.raises(TypeError, match=re.escape(says)):
+        function(sdpa=True)
+
+
+@pytest.mark.parametrize("name", ["min_tokens", "sdpa", "enabled", "flex"])
+def test_settings_take_no_name_of_patches(name: str) -> None:
+    """``using(min_tokens=)`` was taken without a word, and changed patches around."""
+    with pytest.raises(TypeError, match=re.escape(f"using() has no {name!r}")):
+        qa.using(**{name: 1})  # type: ignore[arg-type]
+
+
 def test_signatures_stay() -> None:
     assert "is_causal" in inspect.signature(attention).parameters
     assert "n_tokens" in inspect.signature(qa.plan).parameters

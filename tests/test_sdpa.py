@@ -3,6 +3,7 @@ whom."""
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 import quorum_attention as qa
 from quorum_attention import sdpa as module
+from quorum_attention.call.settings import current_settings
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 ORIGINAL = by_name
@@ -218,6 +220,63 @@ def test_a_block_is_of_its_own_thread_and_the_permanent_patch_of_all() -> None:
             assert not taken(*given)
         finally:
             qa.unpatch_sdpa()
+
+
+BLOCKS = [qa.using, qa.patched_sdpa, qa.patched_flex_attention]
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_a_block_that_is_not_open_cannot_be_left(block: Any) -> None:
+    """It was an error of a list, and took the patch of another open block away."""
+    says = f"this block of {block.__name__} is not open"
+    never_entered = block()
+    with pytest.raises(RuntimeError, match=says):
+        never_entered.__exit__(None, None, None)
+    with block() as left:
+        pass
+    with qa.patched_sdpa(min_tokens=10), qa.patched_sdpa():
+        with pytest.raises(RuntimeError, match=says):
+            left.__exit__(None, None, None)
+        with qa.patched_sdpa(min_tokens=10):
+            assert taken(*three())
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_a_block_may_be_entered_again_while_it_is_open(block: Any) -> None:
+    again = block(depth=1)
+    with again:
+        with again:
+            assert current_settings()["depth"] == 1
+        assert current_settings()["depth"] == 1
+    assert current_settings() is None
+
+
+@pytest.mark.parametrize("block", BLOCKS[1:])
+@pytest.mark.parametrize("bad", [None, 0, "False"])
+def test_enabled_is_a_bool(block: Any, bad: Any) -> None:
+    """The text "False" patched, and None did not."""
+    with pytest.raises(TypeError, match="enabled must be True or False"):
+        block(enabled=bad)
+
+
+def test_threads_replace_the_permanent_patch_at_the_same_time() -> None:
+    """Two threads took the same former patch out, which ended in an error of a list."""
+
+    def replace_often(thread: int) -> None:
+        for turn in range(150):
+            if (thread + turn) % 3:
+                qa.patch_sdpa(min_tokens=thread)
+            else:
+                qa.unpatch_sdpa()
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(replace_often, range(4)))
+    finally:
+        sys.setswitchinterval(interval)
+        qa.unpatch_sdpa()
 
 
 def test_a_checkpoint_s_backward_outside_of_the_block_is_noticed() -> None:

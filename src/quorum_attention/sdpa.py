@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable
-from threading import Lock
+from threading import RLock
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 _Sdpa = Callable[..., torch.Tensor]
 
-_lock = Lock()
+_lock = RLock()
 # ``min_tokens`` of all blocks that are open in any thread, and of the permanent patch;
 # the largest number for one that turns the patch off.
 _open_min_tokens: list[int] = []
@@ -98,11 +98,15 @@ class patched_sdpa(using):  # noqa: N801 (used as a function is, as torch.no_gra
         flex: bool = False,
         **options: Unpack[SettingsKeywords],
     ) -> None:
-        self._layer = checked_settings(
-            "patched_sdpa", sdpa=enabled, min_tokens=min_tokens, **options
+        settings = checked_settings(
+            patched_sdpa,
+            options,
+            sdpa=switch(enabled, "enabled"),
+            min_tokens=min_tokens,
         )
         if switch(flex, "flex"):
-            self._layer[LEAST_TOKENS_SETTING] = _min_tokens(self._layer)
+            settings[LEAST_TOKENS_SETTING] = _min_tokens(settings)
+        self._set_layer(settings)
 
     def __enter__(self) -> patched_sdpa:
         _count(opened=self._layer)
@@ -131,9 +135,7 @@ def patch_sdpa(
         >>> qa.patch_sdpa(budget="2GiB")
         >>> qa.unpatch_sdpa()
     """
-    settings = checked_settings(
-        "patch_sdpa", sdpa=True, min_tokens=min_tokens, **options
-    )
+    settings = checked_settings(patch_sdpa, options, sdpa=True, min_tokens=min_tokens)
     if switch(flex, "flex"):
         settings[LEAST_TOKENS_SETTING] = min_tokens
     _replace_permanent(settings)
@@ -145,7 +147,8 @@ def unpatch_sdpa() -> None:
 
 
 def _replace_permanent(settings: Settings | None) -> None:
-    _count(opened=settings, closed=set_process_settings(settings))
+    with _lock:  # two threads would count the same former settings as closed
+        _count(opened=settings, closed=set_process_settings(settings))
 
 
 def _count(*, opened: Settings | None = None, closed: Settings | None = None) -> None:

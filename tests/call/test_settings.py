@@ -161,9 +161,7 @@ def test_whatever_the_order_in_which_blocks_begin_and_end(moves) -> None:  # typ
                 opened.pop(which % len(opened))[0].__exit__(None, None, None)
             elif move == "p":
                 base = layer
-                set_process_settings(
-                    checked_settings("using", **base) if base else None
-                )
+                set_process_settings(checked_settings(using, base) if base else None)
             said = [base, *(fields for _, fields in opened)]
             wanted = {k: [plain[k], *(s[k] for s in said if k in s)][-1] for k in plain}
             found = with_current_settings(CallOptions())

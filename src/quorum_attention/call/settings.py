@@ -14,6 +14,7 @@ block (a checkpoint's) may then have another budget, and still has the same numb
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +29,7 @@ from quorum_attention.call.options import (
     check_options,
 )
 from quorum_attention.kernels.registry import get_kernel
-from quorum_attention.keywords import check_names
+from quorum_attention.keywords import check_names, names_of
 from quorum_attention.units import check_budget
 
 if TYPE_CHECKING:
@@ -107,36 +108,39 @@ def set_process_settings(settings: Settings | None) -> Settings | None:
     return former
 
 
-def checked_settings(function: str, /, **fields: Any) -> Settings:
-    """Return a layer, checked: the options of ``SettingsKeywords``, ``sdpa`` and
-    ``min_tokens``.
+def checked_settings(
+    function: Callable[..., Any], options: SettingsKeywords, **patch: Any
+) -> Settings:
+    """Return a layer, checked: the options of ``SettingsKeywords``, and ``patch``.
 
     Args:
-        function: the name of the function that was given these fields.
+        function: what was given these options by keyword. An error lists the names
+            that it takes.
+        patch: ``sdpa`` and ``min_tokens``, of functions that patch torch.
 
     Raises:
         TypeError, ValueError, NotImplementedError: a value that makes no sense, by
             name.
     """
-    options = {
-        name: value
-        for name, value in fields.items()
-        if name not in ("sdpa", "min_tokens")
-    }
     for name in options:
         if name in Arguments._fields or name == "plan":
             raise TypeError(
                 f"{name} is no option of settings; give it to the call itself"
             )
-    check_names(function, options, sorted(SettingsKeywords.__optional_keys__))
+    known_names = SettingsKeywords.__optional_keys__
+    if not options.keys() <= known_names:
+        names = [*names_of(function), *sorted(known_names)]
+        check_names(function.__name__, options, names)
     check_options(CallOptions(**options), torch.device("cpu"))
-    check_budget(fields.get("budget"))
-    if not _is_open(fields.get("kernel")):
-        _check_exact(fields["kernel"])
-    whole_number(fields.get("min_tokens", 0), "min_tokens", 0)
-    if "report" in fields:
-        fields["total"] = fields.pop("report")
-    return fields
+    check_budget(options.get("budget"))
+    kernel = options.get("kernel")
+    if not _is_open(kernel):
+        _check_exact(kernel)
+    whole_number(patch.get("min_tokens", 0), "min_tokens", 0)
+    settings: Settings = {**patch, **options}
+    if "report" in settings:
+        settings["total"] = settings.pop("report")
+    return settings
 
 
 def _check_exact(kernel: Any) -> None:
@@ -171,6 +175,7 @@ class using:  # noqa: N801 (used as a function is, as torch.no_grad)
     Raises:
         TypeError, ValueError, NotImplementedError: a value that makes no sense, by
             name.
+        RuntimeError: a block is left that is not open.
 
     Examples:
         >>> report = qa.Report()
@@ -182,9 +187,16 @@ class using:  # noqa: N801 (used as a function is, as torch.no_grad)
     """
 
     def __init__(self, **options: Unpack[SettingsKeywords]) -> None:
-        self._layer = checked_settings("using", **options)
+        self._set_layer(checked_settings(using, options))
+
+    def _set_layer(self, layer: Settings) -> None:
+        self._layer = layer
+        # One entry for each time that the block is open. Threads may share a block, and
+        # no other thread comes between the steps of ``append`` and ``pop``.
+        self._openings: list[None] = []
 
     def __enter__(self) -> using:
+        self._openings.append(None)
         _LAYERS.set((*_LAYERS.get(), self._layer))
         return self
 
@@ -192,7 +204,17 @@ class using:  # noqa: N801 (used as a function is, as torch.no_grad)
         """Take the layer out of this context, wherever it lies.
 
         It may not be there: a generator may end in another context than it began in.
+
+        Raises:
+            RuntimeError: the block is not open in any context.
         """
+        try:
+            self._openings.pop()
+        except IndexError:
+            raise RuntimeError(
+                f"this block of {type(self).__name__} is not open: it was left "
+                "already, or never entered"
+            ) from None
         layers = _LAYERS.get()
         for index in reversed(range(len(layers))):
             if layers[index] is self._layer:

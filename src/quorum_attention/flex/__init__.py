@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
-from quorum_attention.argument_checks import whole_number
+from quorum_attention.argument_checks import switch, whole_number
 from quorum_attention.call.options import SettingsKeywords
 from quorum_attention.call.settings import MIN_TOKENS, checked_settings, using
 from quorum_attention.flex.settings import LEAST_TOKENS_SETTING
@@ -66,8 +66,10 @@ class patched_flex_attention(using):  # noqa: N801 (used as a function is, as to
         **options: Unpack[SettingsKeywords],
     ) -> None:
         whole_number(min_tokens, "min_tokens", 0)
-        self._layer = checked_settings("patched_flex_attention", **options)
-        self._layer[LEAST_TOKENS_SETTING] = min_tokens if enabled else sys.maxsize
+        settings = checked_settings(patched_flex_attention, options)
+        is_enabled = switch(enabled, "enabled")
+        settings[LEAST_TOKENS_SETTING] = min_tokens if is_enabled else sys.maxsize
+        self._set_layer(settings)
 
     def __enter__(self) -> patched_flex_attention:
         count_blocks(+1)
