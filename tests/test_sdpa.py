@@ -222,6 +222,20 @@ def test_a_block_is_of_its_own_thread_and_the_permanent_patch_of_all() -> None:
             qa.unpatch_sdpa()
 
 
+@pytest.mark.parametrize(
+    ("positional", "named"), [((), {"causal": True}), ((None, 0.0, False, 2.0), {})]
+)
+def test_wrong_arguments_have_torchs_error(positional: Any, named: Any) -> None:
+    """Python's error named a function inside of another one."""
+    inputs = three()
+    with pytest.raises(TypeError) as of_torch:
+        ORIGINAL(*inputs, *positional, **named)
+    with qa.patched_sdpa(min_tokens=0), pytest.raises(TypeError) as of_patch:
+        F.scaled_dot_product_attention(*inputs, *positional, **named)
+    assert str(of_patch.value).startswith("scaled_dot_product_attention() ")
+    assert str(of_torch.value).startswith("scaled_dot_product_attention() ")
+
+
 BLOCKS = [qa.using, qa.patched_sdpa, qa.patched_flex_attention]
 
 

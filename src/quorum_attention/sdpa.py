@@ -239,6 +239,8 @@ def _replacement_of_sdpa(original: _Sdpa) -> _Sdpa:
         )
 
     scaled_dot_product_attention.__doc__ = original.__doc__
+    # Python's errors about arguments name the function so.
+    scaled_dot_product_attention.__qualname__ = "scaled_dot_product_attention"
     return scaled_dot_product_attention
 
 
