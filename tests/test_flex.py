@@ -194,6 +194,30 @@ def test_whom_the_patch_reaches() -> None:
     assert report.total.forwards == 1
 
 
+def test_heads_are_not_broadcast_where_torch_refuses_them() -> None:
+    """One head of keys was taken for all heads of queries, without ``enable_gqa``."""
+    query, key, value = [tensor.detach() for tensor in draw_tensors(50, 50)]
+    key = key[:, :1]
+    value = value[:, :1]
+    with pytest.raises(ValueError) as torchs_error:
+        torchs(query, key, value)
+    with (
+        qa.patched_flex_attention(min_tokens=10),
+        pytest.raises(ValueError) as error,
+    ):
+        flex.flex_attention(query, key, value)
+    assert str(error.value) == str(torchs_error.value)
+
+
+def test_a_call_of_two_dtypes_is_torchs() -> None:
+    """torch computes it, and an error was raised inside of the block."""
+    query, key, value = [tensor.detach() for tensor in draw_tensors(50, 50)]
+    expected = torchs(query, key, value.float())
+    with qa.patched_flex_attention(min_tokens=10):
+        out = flex.flex_attention(query, key, value.float())
+    assert torch.equal(out, expected)
+
+
 def test_both_functions_in_one_block() -> None:
     """``patched_sdpa(flex=True)``, and ``patch_sdpa``, take over both; without ``flex``
     one."""

@@ -31,8 +31,9 @@ class patched_flex_attention(using):  # noqa: N801 (used as a function is, as to
 
     torch's own function still computes some calls: those with one query or with fewer
     tokens than ``min_tokens``; those with tensors that are not plain (subclasses,
-    nested, on other devices); those whose keys have another batch size than the
-    queries; and those that ask for the largest scores (``return_aux``).
+    nested, on other devices); those of several dtypes or batch sizes; those with fewer
+    heads of keys than of queries, without ``enable_gqa``; and those that ask for the
+    largest scores (``return_aux``).
 
     Args:
         min_tokens: torch's function computes calls with fewer tokens; the longer of

@@ -97,7 +97,8 @@ def _attend(
     return_aux: Any = None,
 ) -> Any:
     """Compute a call, with the arguments of torch's function."""
-    if not _is_taken(query, key, value, block_mask, return_aux):
+    is_taken = _is_taken(query, key, value, block_mask, return_aux)
+    if not (is_taken and _sizes_agree(query, key, value, enable_gqa)):
         return _original(
             query,
             key,
@@ -150,11 +151,28 @@ def _is_taken(
         return False
     n_queries = query.shape[2]
     n_keys = key.shape[2]
-    if n_queries <= 1 or max(n_queries, n_keys) < min_tokens or len(query) != len(key):
+    if n_queries <= 1 or max(n_queries, n_keys) < min_tokens:
         return False
     if return_aux is not None and return_aux.max_scores:
         return False
     return block_mask is None or _has_lengths(block_mask, n_queries, n_keys)
+
+
+def _sizes_agree(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable_gqa: bool
+) -> bool:
+    """Tell whether tensors have one dtype, one batch size, and heads that need no
+    broadcasting. torch computes other calls, or says what is wrong with them."""
+    if not (query.dtype == key.dtype == value.dtype):
+        return False
+    if not (len(query) == len(key) == len(value)):
+        return False
+    query_heads = query.shape[1]
+    key_heads = key.shape[1]
+    value_heads = value.shape[1]
+    if key_heads != value_heads:
+        return False
+    return enable_gqa or query_heads == key_heads
 
 
 def _has_lengths(block_mask: BlockMask, n_queries: int, n_keys: int) -> bool:
