@@ -423,6 +423,22 @@ def test_logits_of_weights_that_have_changed_are_refused() -> None:
         output.logits.detach()
 
 
+def test_weights_that_change_before_the_backward_are_refused() -> None:
+    """The backward computed logits of the changed weights: wrong gradients, where the
+    model without changes has torch's error."""
+    changed = changed_copy(tiny("gemma2").train())
+    loss = changed(IDS, labels=IDS).loss
+    with torch.no_grad():
+        changed.get_output_embeddings().weight.mul_(2)
+    with pytest.raises(RuntimeError, match="change weights after the backward"):
+        loss.backward()
+    plain = copy.deepcopy(changed)
+    long_context(plain, checkpoints=None, attention=False, chunked_loss=False)
+    for model in (plain, changed):
+        model.zero_grad()
+    assert_same_step(plain, changed)
+
+
 def test_many_logits_that_are_read_are_warned_of() -> None:
     changed = changed_copy(tiny("llama"))
     with warnings.catch_warnings():

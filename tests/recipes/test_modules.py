@@ -176,6 +176,20 @@ def test_some_weights_learn(of_input: bool) -> None:
         torch.testing.assert_close(*into)
 
 
+@pytest.mark.parametrize("name", ["down_proj.weight", "down_proj.bias"])
+def test_weights_that_change_before_the_backward_are_refused(name: str) -> None:
+    """The backward computed tiles with the changed weights: wrong gradients."""
+    plain, tiled = two()
+    loss = LOSSES["plain"](tiled, X)
+    with torch.no_grad():
+        for model in (plain, tiled):
+            model.get_parameter(name).mul_(2)
+    with pytest.raises(RuntimeError, match="change weights after the backward"):
+        loss.backward()
+    tiled.zero_grad()
+    same(plain, tiled, lambda model: LOSSES["plain"](model, X).backward())
+
+
 def test_tied_weights_get_the_sum() -> None:
     """Within the MLP, and with a layer outside of it; the weight is there once."""
 

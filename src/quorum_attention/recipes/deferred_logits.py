@@ -24,6 +24,7 @@ from quorum_attention.kernels.torch_private import (
 )
 from quorum_attention.recipes.lent_weights import run_with_weights
 from quorum_attention.recipes.trials import evaluating
+from quorum_attention.recipes.weight_versions import WeightVersions
 from quorum_attention.units import format_bytes
 
 # Logits of more bytes are warned of where the loss was to be computed in chunks.
@@ -42,7 +43,7 @@ class HeadCall:
         weights: its parameters by name. A backward may come when the layer has others:
             ranks have parts of them there, and ``torch.func.functional_call`` takes its
             own away.
-        versions: of these, which torch counts up when they are written to.
+        versions: of these weights.
         grad, inference, training: whether gradients are recorded, torch is in inference
             mode, and the layer is in training mode.
         autocast: arguments of ``torch.autocast``.
@@ -52,7 +53,7 @@ class HeadCall:
     head: torch.nn.Module
     states: torch.Tensor
     weights: NamedTensors
-    versions: dict[str, int]
+    versions: WeightVersions
     grad: bool
     inference: bool
     training: bool
@@ -63,21 +64,18 @@ class HeadCall:
         cls, plain: Any, head: torch.nn.Module, states: torch.Tensor
     ) -> HeadCall:
         """The call as it would be now."""
-        weights: NamedTensors = {}
-        versions: dict[str, int] = {}
-        for name, weight in head.named_parameters():
-            if weight.is_meta:  # offloaded: hooks of the layer fetch its numbers
-                continue
-            weights[name] = weight
-            if not weight.is_inference():
-                versions[name] = weight._version
+        weights: NamedTensors = {
+            name: weight
+            for name, weight in head.named_parameters()
+            if not weight.is_meta  # offloaded: hooks of the layer fetch its numbers
+        }
         kind = states.device.type
         return cls(
             plain,
             head,
             states,
             weights,
-            versions,
+            WeightVersions.record(weights),
             grad=torch.is_grad_enabled(),
             inference=torch.is_inference_mode_enabled(),
             training=head.training,
@@ -89,7 +87,17 @@ class HeadCall:
         )
 
     def logits_of(self, states: torch.Tensor) -> torch.Tensor:
-        """The logits of some of the states, in the modes of now."""
+        """The logits of some of the states, in the modes of now.
+
+        Raises:
+            RuntimeError: the weights have changed since the call.
+        """
+        if self.versions.have_changed():
+            raise RuntimeError(
+                "weights of the output layer have changed between a call with labels "
+                "and the backward of its loss, which computes logits again: change "
+                "weights after the backward"
+            )
         present = dict(self.head.named_parameters())
         swapped = [
             n for n, weight in self.weights.items() if present.get(n) is not weight
@@ -108,10 +116,8 @@ class HeadCall:
         Raises:
             RuntimeError: the weights have changed since, or are not there any more.
         """
-        changed = any(
-            self.weights[n]._version != version for n, version in self.versions.items()
-        )
-        if changed or any(map(_is_freed, self.weights.values())):
+        has_lost_weights = any(map(_is_freed, self.weights.values()))
+        if has_lost_weights or self.versions.have_changed():
             raise RuntimeError(
                 "logits of a call with labels are computed when somebody reads them, "
                 "and the weights of the output layer have changed since the call, or "

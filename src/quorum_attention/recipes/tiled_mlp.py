@@ -28,6 +28,7 @@ from quorum_attention.recipes.patching import (
 )
 from quorum_attention.recipes.switches import MLP
 from quorum_attention.recipes.trials import differ_by_rounding, drawn, result_like
+from quorum_attention.recipes.weight_versions import WeightVersions
 from quorum_attention.units import counted
 
 _PARTS = ("gate_proj", "up_proj", "down_proj")  # adapters around those are fine
@@ -193,6 +194,7 @@ def _compute_tiles(
     if not torch.is_grad_enabled():
         return _write_tiles(plain, module, tiles)
     weights: dict[str, Any] = dict(module.named_parameters())
+    versions = WeightVersions.record(weights)
     wide = {
         name: weight.float()
         for name, weight in weights.items()
@@ -200,6 +202,11 @@ def _compute_tiles(
     }
 
     def run(tile: torch.Tensor) -> Any:
+        if versions.have_changed():
+            raise RuntimeError(
+                "weights of an MLP have changed between its forward and its backward, "
+                "which computes tiles again: change weights after the backward"
+            )
         narrow = {name: copy.to(weights[name].dtype) for name, copy in wide.items()}
         swapped = weights | narrow
         # Without the module's hooks, which are called once, outside.
