@@ -41,10 +41,10 @@ def headline() -> str:
     return paragraph(*sentences, "[How it was measured](#what-was-measured).")
 
 
-def step_memory(row: Row) -> str:
+def step_memory(row: Row, of: str = "the GPU") -> str:
     """The memory of a step's GPU, and of its host if that was recorded."""
     last = row.value["steps"][-1]
-    words = f"{gib(last['peak'])} GiB of the GPU"
+    words = f"{gib(last['peak'])} GiB of {of}"
     if last.get("host_peak") is None:
         return words
     return f"{words} and {gib(last['host_peak'])} GiB of host memory"
@@ -137,13 +137,13 @@ def step_lines() -> list[Line]:
     lines = []
     for name, words in {
         "Qwen3-8B long 262144": "one GPU",
+        "Qwen3-8B long 393216": "one GPU",
         "Qwen3-8B long 524288": "one GPU",
         "Qwen3-8B long 524288 over 2": "each of two GPUs",
     }.items():
         step = rows[name].value
         label = f"a training step of Qwen3-8B's shape on {step['tokens']:,} tokens"
-        peak = gib(step["steps"][-1]["peak"])
-        cell = f"{step['seconds']:.0f} s, {peak} GiB of {words}"
+        cell = f"{step['seconds']:.0f} s, {step_memory(rows[name], words)}"
         lines.append(Line([label, cell], [rows[name]]))
     for shape, memory, ways in (
         ("Qwen3-8B", WHOLE, ("sdpa",)),
