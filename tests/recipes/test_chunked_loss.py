@@ -439,6 +439,17 @@ def test_weights_that_change_before_the_backward_are_refused() -> None:
     assert_same_step(plain, changed)
 
 
+@pytest.mark.parametrize("hook", ["register_hook", "retain_grad"])
+def test_a_hook_of_logits_is_told_that_it_does_not_see_the_loss(hook: str) -> None:
+    """It was never called, and a gradient that it was to clip stayed as it was, without
+    a word."""
+    changed = changed_copy(tiny("llama").train())
+    logits = changed(IDS, labels=IDS).logits
+    arguments = [torch.neg] if hook == "register_hook" else []
+    with pytest.warns(UserWarning, match="gradients of these logits do not include"):
+        getattr(logits, hook)(*arguments)
+
+
 def test_many_logits_that_are_read_are_warned_of() -> None:
     changed = changed_copy(tiny("llama"))
     with warnings.catch_warnings():

@@ -239,6 +239,8 @@ class DeferredLogits(torch.Tensor):
     ) -> Any:
         named = named or {}
         logits = args[0] if args else None
+        if function in _OF_GRADIENTS:
+            _warn_of_gradients()
         if isinstance(logits, DeferredLogits) and not logits.is_computed:
             result = logits._without_numbers(function, args[1:], named)
             if result is not NotImplemented:
@@ -295,6 +297,8 @@ _DESCRIPTIONS = {
     torch.Tensor.stride,
     *(getattr(torch.Tensor, name).__get__ for name in _PROPERTIES.split()),
 }
+# Functions that need the gradients of a tensor.
+_OF_GRADIENTS = {torch.Tensor.register_hook, torch.Tensor.retain_grad}
 _BY_LOGIT = {
     "__mul__",
     "__rmul__",
@@ -338,4 +342,14 @@ def warn_of_whole_logits(n_bytes: int, reason: str) -> None:
         f"long_context computes losses in chunks, and yet {format_bytes(n_bytes)} of "
         f"logits are computed at once: {reason}",
         stacklevel=2,
+    )
+
+
+def _warn_of_gradients() -> None:
+    """Warn of a hook that does not see the gradients of a loss in chunks."""
+    warnings.warn(
+        "gradients of these logits do not include those of a loss in chunks, which is "
+        "not computed of them: use long_context(chunked_loss=False) to see or change "
+        "these gradients",
+        stacklevel=4,
     )
