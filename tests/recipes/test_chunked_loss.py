@@ -22,7 +22,7 @@ pytest.importorskip("transformers")
 
 from helpers.models import VOCABULARY, tiny
 
-from quorum_attention.recipes import chunk_loss, deferred_logits, long_context
+from quorum_attention.recipes import deferred_logits, long_context
 from quorum_attention.recipes.deferred_logits import DeferredLogits
 
 IDS = torch.arange(120).reshape(2, 60) * 7 % VOCABULARY
@@ -141,17 +141,6 @@ def test_the_output_layer_of_the_call_is_in_chunks(head: str, before: bool) -> N
     logits = assert_same_step(plain, changed).logits
     assert isinstance(logits, DeferredLogits)
     assert not logits.is_computed
-
-
-def test_a_second_change_says_that_the_first_holds() -> None:
-    """Of two functions that both change the loss."""
-    plain = tiny("llama").train()
-    model = changed_copy(plain)
-    assert "in chunks already" in str(chunk_loss(model))
-    assert_same_step(plain, model)
-    model = copy.deepcopy(plain)
-    with chunk_loss(model):
-        assert "in chunks already" in str(long_context(model))
 
 
 def test_a_chunk_has_few_tokens() -> None:

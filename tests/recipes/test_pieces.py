@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from quorum_attention.recipes import (
     long_prompt,
     tile_mlps,
 )
+from quorum_attention.recipes.changes import ModelPiece
 from quorum_attention.recipes.switches import CHECKPOINTS, LOSS, MLP, NORMS
 
 PIECES: dict[str, Callable[[Any], Any]] = {
@@ -71,8 +73,9 @@ def test_norms_without_a_kernel_are_left_out(plain: Any) -> None:
     assert fuse_norms(plain).left_out == (NORMS,)
 
 
-@pytest.mark.filterwarnings("ignore:long_context changed this")
-@pytest.mark.parametrize("change_before", [long_prompt, long_context])
+@pytest.mark.parametrize(
+    "change_before", [long_prompt, partial(long_context, checkpoints=None)]
+)
 def test_checkpoints_after_other_changes(
     change_before: Callable[[Any], Any], plain: Any
 ) -> None:
@@ -82,6 +85,32 @@ def test_checkpoints_after_other_changes(
     with checkpoint_layers(model) as change:
         assert change.done == (CHECKPOINTS,)
         assert_same_step(model, plain)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_change_that_another_function_made_holds(
+    name: str, is_first: bool, plain: Any
+) -> None:
+    """A second one took the place of the first, and its undo took both away."""
+    model = copy.deepcopy(plain)
+    functions = [PIECES[name], long_context]
+    first, second = functions if is_first else reversed(functions)
+    summary = first(model)
+    later = second(model)
+    assert name in summary.done
+    assert name in later.left_out
+    assert "made this change already" in str(later)
+    later.undo()
+    assert_same_step(model, plain)
+    assert all(piece.why_lost(model) is None for piece in pieces_of(model))
+    summary.undo()
+    assert type(model) is type(plain)
+
+
+def pieces_of(model: Any) -> list[ModelPiece]:
+    sets = vars(model)["_quorum_attention_changes"]
+    return [piece for changes in sets for piece in changes.pieces]
 
 
 def test_all_beside_each_other_and_beside_long_context(plain: Any) -> None:

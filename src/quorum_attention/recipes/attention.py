@@ -44,6 +44,7 @@ class QuorumAttention(ModelPiece):
     """
 
     name = ATTENTION
+    repeats = True
     checked = "the model asks for it, and computed a few tokens by it"
 
     def __init__(self, attention: str, how: str) -> None:

@@ -58,10 +58,12 @@ class ModelPiece(ABC):
     Attributes:
         name: of the change.
         checked: what ``why_lost`` looks at.
+        repeats: whether a model may carry several such changes, by several functions.
     """
 
     name: str
     checked: str
+    repeats: bool = False
 
     @abstractmethod
     def make(self, model: Any) -> str:
@@ -95,7 +97,11 @@ class ChangeSet:
 
     @restores_modes_and_hooks
     def make(self, model: Any, piece: ModelPiece) -> Change:
-        """Make one change, unless it does not suit the model or does not take hold."""
+        """Make one change, unless the model carries it already, or it does not suit the
+        model or does not take hold."""
+        first = _owner_of_change(model, piece.name)
+        if first is not None and not piece.repeats:
+            return Change(piece.name, False, f"{first} made this change already")
         try:
             how = piece.make(model)
             reason = piece.why_lost(model)
@@ -175,6 +181,14 @@ def names_of_changes(model: Any) -> tuple[str, ...]:
     """Return the names of all changes that a model carries."""
     pieces = [piece for changes in _change_sets(model) for piece in changes.pieces]
     return tuple(piece.name for piece in pieces)
+
+
+def _owner_of_change(model: Any, name: str) -> str | None:
+    """Return the name of the function that made a change; None if none did."""
+    for changes in _change_sets(model):
+        if any(piece.name == name for piece in changes.pieces):
+            return changes.owner
+    return None
 
 
 def undo_changes(model: Any, owner: str) -> None:

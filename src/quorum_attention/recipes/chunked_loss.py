@@ -130,8 +130,6 @@ def _reason_against(model: Any) -> str | None:
     head = model.get_output_embeddings()
     if not isinstance(head, torch.nn.Module):
         return f"{kind} is not a decoder with one output layer"
-    if is_patched(model, _run_model):
-        return "it is in chunks already"
     if not has_own_forward(model):
         return f"this {kind} was given another forward"
     if model.loss_function is not ForCausalLMLoss:
