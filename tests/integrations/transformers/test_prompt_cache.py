@@ -168,6 +168,21 @@ def test_a_batch_of_questions_reads_the_text_once(tmp_path: Path) -> None:
     assert layer.tokens.segments()[0].key.shape[0] == 1
 
 
+def test_entries_of_a_cache_that_was_cropped_to_no_tokens(tmp_path: Path) -> None:
+    """The entries of tokens that are gone were remembered: the next ones were
+    refused."""
+    model = model_of("llama")
+    cache = cache_of(model, None, tmp_path)
+    ids = some_ids(4, 6)
+    with torch.no_grad():
+        model(some_ids(2, 1), past_key_values=cache)
+        cache.crop(-1)
+        cache.batch_repeat_interleave(2)
+        cache.batch_select_indices(torch.tensor([0, 1, 2, 2]))
+        logits = model(ids, past_key_values=cache).logits
+        torch.testing.assert_close(logits, model(ids).logits)
+
+
 @pytest.mark.slow
 def test_a_smaller_model_assists(tmp_path: Path) -> None:
     """Proposed tokens that are wrong are cropped again."""

@@ -165,13 +165,13 @@ class SegmentedLayer(CacheLayerMixin):  # type: ignore[misc]
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each batch entry, without a copy."""
         self.shared.forget_copies()
-        if self.tokens.n_tokens:
+        if self.tokens.batch:  # also one without tokens, after a crop
             self.tokens.repeat_interleave(repeats)
 
     def batch_select_indices(self, indices: torch.Tensor | Sequence[int]) -> None:
         """Keep some batch entries."""
         self.shared.forget_copies()
-        if self.tokens.n_tokens:
+        if self.tokens.batch:  # also one without tokens, after a crop
             self.tokens.select(indices)
 
     def fork(self) -> SegmentedLayer:
